@@ -1,0 +1,96 @@
+"""Exclusive regions for trustworthy GPU timings on a shared machine.
+
+``with krex.exclusive():`` marks the timed part of a program; at its door other processes' GPU work is drained
+and held back, and everything else runs at once. This module holds the public names and the entry points that
+Jupyter and IPython look for. Importing it loads no framework, no driver library and no server: names are
+resolved when they are first used.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from IPython.core.interactiveshell import InteractiveShell
+
+    from .errors import (
+        CoordinatorUnavailable,
+        DeviceNotFound,
+        KrexError,
+        NotExclusive,
+        RegionRevoked,
+        UnsupportedPlatform,
+        WaitTimeout,
+    )
+    from .runtime.queries import devices, history, report, status
+    from .runtime.region import Region, exclusive
+    from .widgets import Monitor
+
+__version__ = "0.1.0.dev0"
+
+_WHERE = {
+    "exclusive": "runtime.region",
+    "Region": "runtime.region",
+    "devices": "runtime.queries",
+    "status": "runtime.queries",
+    "history": "runtime.queries",
+    "report": "runtime.queries",
+    "Monitor": "widgets",
+    "KrexError": "errors",
+    "WaitTimeout": "errors",
+    "RegionRevoked": "errors",
+    "NotExclusive": "errors",
+    "CoordinatorUnavailable": "errors",
+    "DeviceNotFound": "errors",
+    "UnsupportedPlatform": "errors",
+}
+
+__all__ = [
+    "CoordinatorUnavailable",
+    "DeviceNotFound",
+    "KrexError",
+    "Monitor",
+    "NotExclusive",
+    "Region",
+    "RegionRevoked",
+    "UnsupportedPlatform",
+    "WaitTimeout",
+    "devices",
+    "exclusive",
+    "history",
+    "report",
+    "status",
+]
+
+
+def __getattr__(name: str) -> Any:
+    try:
+        module = _WHERE[name]
+    except KeyError:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}") from None
+    return getattr(import_module(f"{__name__}.{module}"), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
+
+
+def load_ipython_extension(shell: InteractiveShell) -> None:
+    """Register the magics and tell the coordinator of this process (``%load_ext krex_jupyter``)."""
+    from .magics import load
+
+    load(shell)
+
+
+def unload_ipython_extension(shell: InteractiveShell) -> None:
+    """Take the magics away again; this process leaves the coordinator."""
+    from .magics import unload
+
+    unload(shell)
+
+
+def _jupyter_server_extension_points() -> list[dict[str, Any]]:
+    from .server_ext.extension import KrexExtension
+
+    return [{"module": "krex_jupyter.server_ext.extension", "app": KrexExtension}]
