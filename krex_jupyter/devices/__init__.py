@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from ..protocol import DeviceInfo, Vendor
+from krex_jupyter.protocol import DeviceInfo, Vendor
 
 
 class DeviceBackend(Protocol):
