@@ -267,9 +267,7 @@ def _visible_entry(entry: str, uuids: Sequence[str]) -> str | None:
     return matches[0] if len(matches) == 1 else None
 
 
-def _by_uuid(
-    name: str, source: str, devices: Sequence[DeviceInfo], mig_parent: MigParent
-) -> DeviceInfo:
+def _by_uuid(name: str, source: str, devices: Sequence[DeviceInfo], mig_parent: MigParent) -> DeviceInfo:
     by_uuid = {device.uuid.lower(): device for device in devices}
     if name.lower() in by_uuid:
         return by_uuid[name.lower()]
@@ -307,8 +305,8 @@ def _not_visible(
     if not present:
         maker = {"nvidia": "NVIDIA", "amd": "AMD"}[vendor]
         return (
-            f"There is no device {source}: KREX sees no {maker} GPU on this host. It has: {listing(devices)}.
-            " f"`krex doctor` says why a GPU is missing; device='cpu' measures on the host."
+            f"There is no device {source}: KREX sees no {maker} GPU on this host. "
+            f"It has: {listing(devices)}. `krex doctor` says why a GPU is missing; device='cpu' measures on the host."
         )
     settings = [
         f"{name}={environment[name]!r}" for name in _variables(vendor, environment) if name in environment

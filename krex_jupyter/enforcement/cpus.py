@@ -229,7 +229,7 @@ def pinned(tid: int, cores: Iterable[int], full: frozenset[int] | None = None) -
 
 
 def _unpin(tid: int, cores: frozenset[int], before: frozenset[int], existed: set[int]) -> tuple[int, ...]:
-    """The measuring thread first: from then on nothing is born pinned, so one pass over the rest finds all."""
+    """The measuring thread first; then its children, which meanwhile may start pinned ones of their own."""
     _exchange(tid, cores, before)
     born: list[int] = []
     for _ in range(_MAX_PASSES):
