@@ -20,7 +20,6 @@ from typing import Any
 
 from .protocol import (
     DeviceInfo,
-    DeviceStatus,
     HolderStatus,
     Queued,
     RegionReport,
@@ -268,7 +267,45 @@ def status_text(status: Status) -> str:
 
 def status_html(status: Status) -> str:
     """The status of a host: a paragraph per device, its queue, then the last verdicts."""
-    parts = [_device_status_html(device) for device in status.devices]
+    return _status_html(status, holder_text, _waiter_words)
+
+
+def monitor_html(status: Status, received_at: float) -> str:
+    """The same for a view that stays: times of day, because durations would stand still between changes.
+
+    ``received_at`` is the Unix time at which ``status`` came.
+    """
+
+    def clock(offset_s: float) -> str:
+        return time.strftime("%H:%M:%S", time.localtime(received_at + offset_s))
+
+    def holder_words(holder: HolderStatus | None) -> str:
+        if holder is None:
+            return "free"
+        words = [f"exclusive: {who(holder.label, holder.notebook, holder.pid)} since {clock(-holder.held_s)}"]
+        if holder.remaining_s is not None:
+            words.append(f"ends by itself by {clock(holder.remaining_s)}")
+        return " · ".join([*words, *_gated(holder)])
+
+    def waiter_words(waiter: WaiterStatus) -> str:
+        estimate = "" if waiter.eta_s is None else f" · ≈ {clock(waiter.eta_s)}"
+        since = clock(-waiter.waited_s)
+        return f"{who(waiter.label, waiter.notebook, waiter.pid)} · waiting since {since}{estimate}"
+
+    return _status_html(status, holder_words, waiter_words)
+
+
+def _status_html(
+    status: Status,
+    holder_words: Callable[[HolderStatus | None], str],
+    waiter_words: Callable[[WaiterStatus], str],
+) -> str:
+    parts = []
+    for device in status.devices:
+        queue = "".join(f"<li>{escape(waiter_words(waiter))}</li>" for waiter in device.queue)
+        holder = escape(holder_words(device.holder))
+        parts.append(f"<div><b>{escape(device_name(device.device))}</b>: {holder}")
+        parts.append(f"<ol>{queue}</ol></div>" if queue else "</div>")
     parts.append(f"<div>{_plural(len(status.participants), 'participant')}, {_paused(status)} paused</div>")
     parts.extend(f"<div>notice: {escape(notice)}</div>" for notice in status.notices)
     if status.recent:
@@ -278,15 +315,6 @@ def status_html(status: Status) -> str:
 
 
 _RECENT_SHOWN = 5
-
-
-def _device_status_html(device: DeviceStatus) -> str:
-    queue = "".join(f"<li>{escape(_waiter_words(waiter))}</li>" for waiter in device.queue)
-    return (
-        f"<div><b>{escape(device_name(device.device))}</b>: {escape(holder_text(device.holder))}"
-        + (f"<ol>{queue}</ol>" if queue else "")
-        + "</div>"
-    )
 
 
 def _paused(status: Status) -> int:
@@ -305,13 +333,15 @@ def holder_text(holder: HolderStatus | None) -> str:
     words = [
         f"exclusive: {who(holder.label, holder.notebook, holder.pid)}",
         f"{holder.phase} {seconds(holder.held_s)}",
-        f"{holder.siblings_gated} gated, {holder.siblings_observed} observed",
     ]
     if holder.remaining_s is not None:
         words.append(f"ends by itself within {seconds(holder.remaining_s)}")
-    if holder.notice:
-        words.append(holder.notice)
-    return " · ".join(words)
+    return " · ".join([*words, *_gated(holder)])
+
+
+def _gated(holder: HolderStatus) -> list[str]:
+    words = f"{holder.siblings_gated} gated, {holder.siblings_observed} observed"
+    return [words, holder.notice] if holder.notice else [words]
 
 
 def waiter_text(waiter: WaiterStatus) -> str:
