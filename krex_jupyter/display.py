@@ -13,7 +13,9 @@ it is a colour. Everything that came from a user or another process is escaped.
 from __future__ import annotations
 
 import base64
+import sys
 import time
+import uuid
 from collections.abc import Callable, Iterable, Sequence
 from html import escape
 from typing import Any
@@ -375,12 +377,14 @@ class WaitingLine:
     """
 
     def __init__(
-        self, shell: object, *, quiet: bool = False, clock: Callable[[], float] = time.monotonic
+        self, shell: Any, *, quiet: bool = False, clock: Callable[[], float] = time.monotonic
     ) -> None:
+        self._shell = shell
         self._live = is_live(shell)
         self._quiet = quiet
         self._clock = clock
-        self._handle: Any = None
+        self._display_id = uuid.uuid4().hex
+        self._placed = False
         self._shown = ""
         self._updated_at_s = float("-inf")
 
@@ -405,7 +409,7 @@ class WaitingLine:
         """Become the badge; without a report say why the region was not entered, or vanish."""
         if report is not None and not self._quiet:
             self._replace(report_bundle(report))
-        elif self._handle is not None:
+        elif self._placed:
             self._show("" if refusal is None else f"not entered: {type(refusal).__name__}")
 
     def _show(self, line: str) -> None:
@@ -413,15 +417,13 @@ class WaitingLine:
         self._replace({"text/plain": line, "text/html": f"<span>{escape(line)}</span>"})
 
     def _replace(self, bundle: dict[str, Any]) -> None:
-        import IPython.display
-
-        display: Any = IPython.display.display  # untyped there
-        if self._handle is not None:
-            self._handle.update(bundle, raw=True)
-        elif self._live:
-            self._handle = display(bundle, raw=True, display_id=True)
+        # Straight to the shell's publisher: `display` works only for the one shell of a process.
+        publish = self._shell.display_pub.publish
+        if self._live:
+            publish(data=bundle, transient={"display_id": self._display_id}, update=self._placed)
         else:
-            display(bundle, raw=True)
+            publish(data=bundle)
+        self._placed = True
 
 
 def queued_text(message: Queued) -> str:
@@ -432,8 +434,6 @@ def queued_text(message: Queued) -> str:
 
 def is_live(shell: object) -> bool:
     """Whether outputs can change in place: a real notebook kernel, not a terminal or a test's shell."""
-    import sys
-
     # Never imports ipykernel: where it is not loaded, the shell is none of its.
     zmqshell = sys.modules.get("ipykernel.zmqshell")
     return zmqshell is not None and isinstance(shell, zmqshell.ZMQInteractiveShell)

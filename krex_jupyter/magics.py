@@ -387,22 +387,19 @@ class KrexMagics(Magics):
             %krex monitor       a widget that follows the queue
         """
         __tracebackhide__ = True
-        words = line.split()
-        what, arguments = (words[0], words[1:]) if words else ("status", [])
-        if what == "history" and len(arguments) <= 1:
-            from .runtime.queries import history
-
-            return HistoryView(history(limit=_count(arguments[0]) if arguments else 20))
-        if arguments or what not in ("status", "devices", "monitor"):
-            raise UsageError(
-                f"%krex: {line.strip()!r} is not valid: valid are status, devices, history [N], monitor"
-            )
+        what, *arguments = line.split() or ["status"]
+        if what not in ("status", "devices", "history", "monitor") or len(arguments) > (what == "history"):
+            valid = "status, devices, history [N], monitor"
+            raise UsageError(f"%krex: {line.strip()!r} is not valid: valid are {valid}")
+        count = _count(*arguments)
         if what == "monitor":
             from .widgets import Monitor
 
             return Monitor()
         from .runtime import queries
 
+        if what == "history":
+            return HistoryView(queries.history(limit=count))
         return DevicesView(queries.devices()) if what == "devices" else StatusView(queries.status())
 
     def _prepare(self, line: str, cell: str) -> _Run:
@@ -518,7 +515,7 @@ def _signals_wake_the_loop() -> Iterator[None]:
             signal.set_wakeup_fd(previous)
 
 
-def _count(text: str) -> int:
+def _count(text: str = "20") -> int:
     if not text.isdecimal() or int(text) == 0:
         raise UsageError(f"%krex history: {text!r} is not valid: valid is a number of reports, 1 or more")
     return int(text)

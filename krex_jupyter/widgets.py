@@ -166,6 +166,6 @@ def _absent_html(error: Exception) -> str:
     return (
         "<div><b>▲ KREX: no coordinator</b><br>"
         f"{escape(' '.join(str(error).split()))}<br>"
-        "The first region starts one: run <code>%%krex_exclusive</code> in a cell, or <code>krex serve</code> "
-        "in a terminal. This view goes on by itself.</div>"
+        "The first region starts one: run <code>%%krex_exclusive</code> in a cell, or <code>krex serve</code>"
+        " in a terminal. This view goes on by itself.</div>"
     )

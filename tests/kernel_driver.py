@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import queue
+import select
 import signal
 import subprocess
 import sys
@@ -55,6 +56,8 @@ class Kernel:
     def __init__(self, manager: KernelManager, client: BlockingKernelClient) -> None:
         self._manager = manager
         self._client = client
+        self.widget_values: list[tuple[float, str]] = []
+        """(monotonic time, text) of every change of a widget's value, whichever cell it belongs to."""
 
     @property
     def pid(self) -> int:
@@ -65,14 +68,11 @@ class Kernel:
         return str(self._client.execute(code))
 
     def wait(self, message_id: str, *, until: str | None = None, interrupt: bool = False) -> Cell:
-        """Collect a cell's messages to its end, or until one contains ``until`` (then optionally interrupt)."""
+        """Collect a cell's messages to its end; at one with ``until`` return, or interrupt."""
         cell = Cell()
         deadline_s = time.monotonic() + DEADLINE_S
         while True:
-            try:
-                message = self._client.get_iopub_msg(timeout=max(0.0, deadline_s - time.monotonic()))
-            except queue.Empty:
-                raise AssertionError(f"the cell did not end; its messages: {cell.messages}") from None
+            message = self._next(deadline_s, cell)
             if message["parent_header"].get("msg_id") != message_id:
                 continue
             kind, content = message["msg_type"], message["content"]
@@ -91,8 +91,37 @@ class Kernel:
                 cell.reply = reply["content"]
                 return cell
 
+    def wait_for_widget(self, text: str) -> str:
+        """Wait until a widget's value contains ``text``; that value."""
+        deadline_s = time.monotonic() + DEADLINE_S
+        while not (self.widget_values and text in self.widget_values[-1][1]):
+            self._next(deadline_s, self.widget_values[-1:])
+        return self.widget_values[-1][1]
+
+    def _next(self, deadline_s: float, seen: object) -> dict[str, Any]:
+        try:
+            message: dict[str, Any] = self._client.get_iopub_msg(
+                timeout=max(0.0, deadline_s - time.monotonic())
+            )
+        except queue.Empty:
+            raise AssertionError(f"nothing more came from the kernel; so far: {seen}") from None
+        if message["msg_type"] in ("comm_msg", "comm_open"):
+            value = message["content"]["data"].get("state", {}).get("value")
+            if isinstance(value, str):
+                self.widget_values.append((time.monotonic(), value))
+        return message
+
     def run(self, code: str) -> Cell:
         return self.wait(self.start(code))
+
+    def ends_when_asked(self, within_s: float) -> bool:
+        """Ask it to shut down, as a server does; whether its process ended by itself in time."""
+        pidfd = os.pidfd_open(self.pid)
+        try:
+            self._client.shutdown()
+            return bool(select.select([pidfd], [], [], within_s)[0])
+        finally:
+            os.close(pidfd)
 
     def interrupt(self) -> None:
         os.kill(self.pid, signal.SIGINT)
@@ -118,24 +147,30 @@ def running_kernel(**environment: str) -> Iterator[Kernel]:
 
 
 @contextmanager
-def running_coordinator() -> Iterator[Path]:
-    """A coordinator of its own in a private directory; the path of its socket."""
+def private_socket() -> Iterator[Path]:
+    """A path for a socket that nobody else uses; short, because such paths have at most 107 bytes."""
     with tempfile.TemporaryDirectory(prefix="krex-test-") as directory:
-        socket = Path(directory) / "krex.sock"
-        command = [sys.executable, "-m", "krex_jupyter.coordinator", "--foreground"]
-        places = ["--socket", str(socket), "--state-dir", directory, "--lock-dir", directory]
-        process = subprocess.Popen([*command, *places])
+        yield Path(directory) / "krex.sock"
+
+
+@contextmanager
+def running_coordinator(socket: Path) -> Iterator[None]:
+    """A coordinator at ``socket``; it has ended when the block has."""
+    directory = str(socket.parent)
+    command = [sys.executable, "-m", "krex_jupyter.coordinator", "--foreground"]
+    places = ["--socket", str(socket), "--state-dir", directory, "--lock-dir", directory]
+    process = subprocess.Popen([*command, *places])
+    try:
+        wait_until(lambda: process.poll() is None and socket.is_socket(), "the coordinator's socket")
+        yield
+    finally:
+        process.terminate()
         try:
-            wait_until(lambda: process.poll() is None and socket.is_socket(), "the coordinator's socket")
-            yield socket
+            process.wait(timeout=10)
         finally:
-            process.terminate()
-            try:
-                process.wait(timeout=10)
-            finally:
-                if process.poll() is None:
-                    process.kill()
-                    process.wait()
+            if process.poll() is None:
+                process.kill()
+                process.wait()
 
 
 @contextmanager

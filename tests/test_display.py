@@ -1,3 +1,4 @@
+# ruff: noqa: RUF001
 """What reports, queues and devices look like, to people and to programs."""
 
 from __future__ import annotations
