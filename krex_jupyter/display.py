@@ -376,17 +376,13 @@ class WaitingLine:
     and a line only while somebody else holds the device, because no wait is silent.
     """
 
-    def __init__(
-        self, shell: Any, *, quiet: bool = False, clock: Callable[[], float] = time.monotonic
-    ) -> None:
+    def __init__(self, shell: Any, *, quiet: bool = False) -> None:
         self._shell = shell
         self._live = is_live(shell)
         self._quiet = quiet
-        self._clock = clock
         self._display_id = uuid.uuid4().hex
         self._placed = False
         self._shown = ""
-        self._updated_at_s = float("-inf")
 
     def start(self) -> None:
         """Take the output's place in the cell."""
@@ -394,16 +390,13 @@ class WaitingLine:
             self._show("asking for the device …")
 
     def queued(self, message: Queued) -> None:
-        """Show where the request stands; called by the waiting thread."""
+        """Show where the request stands; called by the waiting thread, at most four times a second."""
         line = queued_text(message)
-        now_s = self._clock()
-        if not self._live:
-            if not self._shown:
-                self._shown = line
-                print(line, flush=True)  # outside a notebook this is the one line
-        elif line != self._shown and now_s - self._updated_at_s >= UPDATE_INTERVAL_S:
-            self._updated_at_s = now_s
+        if self._live:
             self._show(line)
+        elif not self._shown:
+            self._shown = line
+            print(line, flush=True)
 
     def finish(self, report: RegionReport | None, refusal: BaseException | None = None) -> None:
         """Become the badge; without a report say why the region was not entered, or vanish."""
@@ -413,6 +406,8 @@ class WaitingLine:
             self._show("" if refusal is None else f"not entered: {type(refusal).__name__}")
 
     def _show(self, line: str) -> None:
+        if line == self._shown:
+            return
         self._shown = line
         self._replace({"text/plain": line, "text/html": f"<span>{escape(line)}</span>"})
 

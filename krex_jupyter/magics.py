@@ -37,6 +37,7 @@ import argparse
 import ast
 import contextlib
 import inspect
+import io
 import keyword
 import math
 import os
@@ -46,6 +47,7 @@ import signal
 import socket
 import sys
 import threading
+import tokenize
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from types import CodeType
@@ -231,7 +233,7 @@ def compile_cell(shell: Shell, line: str, cell: str) -> CompiledCell:
     source = cell_source(shell, line, cell)
     name = shell.compile.cache(source, shell.displayhook.prompt_count, raw_code=source)
     tree = shell.transform_ast(shell.compile.ast_parse(source, filename=name))
-    silent = shell.displayhook.semicolon_at_end_of_expression(source)
+    silent = _ends_with_semicolon(source)
     with shell.compile.extra_flags(ast.PyCF_ALLOW_TOP_LEVEL_AWAIT if shell.autoawait else 0):
         return _compiled(shell, tree.body, name, "none" if silent else shell.ast_node_interactivity)
 
@@ -262,6 +264,14 @@ def _compiled(shell: Shell, nodes: list[ast.stmt], name: str, interactivity: str
 def _code(shell: Shell, node: ast.mod, name: str, mode: str) -> CodeType:
     code: CodeType = shell.compile(node, name, mode)
     return code
+
+
+def _ends_with_semicolon(source: str) -> bool:
+    """Whether the last token is ``;``, as the shell's own display hook asks of a whole cell."""
+    unwanted = {tokenize.ENDMARKER, tokenize.NEWLINE, tokenize.NL, tokenize.COMMENT, tokenize.DEDENT}
+    tokens = tokenize.generate_tokens(io.StringIO(source).readline)
+    kinds = [token.exact_type for token in tokens if token.type not in unwanted]
+    return kinds[-1:] == [tokenize.SEMI]
 
 
 def _assigned_name(nodes: Sequence[ast.stmt]) -> list[ast.stmt]:
@@ -507,12 +517,17 @@ def _signals_wake_the_loop() -> Iterator[None]:
         woken.setblocking(False)
         waking.setblocking(False)
         previous = signal.set_wakeup_fd(waking.fileno(), warn_on_full_buffer=False)
+        if previous != -1:
+            # Somebody's loop handles signals already, and reads their numbers there: it is woken as it is.
+            signal.set_wakeup_fd(previous)
+            yield
+            return
         loop.add_reader(woken, woken.recv, 4096)
         try:
             yield
         finally:
             loop.remove_reader(woken)
-            signal.set_wakeup_fd(previous)
+            signal.set_wakeup_fd(-1)
 
 
 def _count(text: str = "20") -> int:
