@@ -7,8 +7,12 @@ is". ``KREX_SOCKET`` overrides it, for tests and for administrators.
 
 from __future__ import annotations
 
+import contextlib
 import os
+import socket
 import stat
+import struct
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -19,6 +23,10 @@ SOCKET_NAME = "krex.sock"
 SYSTEM_DIRECTORY = Path("/run/krex")
 
 _LOCAL_FILE_SYSTEMS = frozenset({"tmpfs", "ramfs", "ext2", "ext3", "ext4", "xfs", "btrfs", "overlay", "zfs", "f2fs"})
+
+_LONGEST_ADDRESS_BYTES = 107
+_CONNECT_S = 2.0
+"""A listener whose backlog stays full for so long is stopped or dead."""
 
 
 @dataclass(frozen=True)
@@ -69,7 +77,14 @@ def user_directory(uid: int | None = None) -> Path:
 
 
 def lock_directory() -> Path:
-    """Where the lock file of each held device lies: one place per scope, so that two coordinators meet."""
+    """Where the lock file of each held device lies: one place per scope, so that two coordinators meet.
+
+    ``KREX_LOCK_DIR`` overrides it. That is for tests of KREX itself, which run coordinators beside a real one:
+    with different lock directories, two coordinators do *not* keep each other out.
+    """
+    configured = os.environ.get("KREX_LOCK_DIR")
+    if configured:
+        return Path(configured)
     if os.getuid() == 0 and _is_private(SYSTEM_DIRECTORY, 0, others_may_read=True):
         return SYSTEM_DIRECTORY
     return user_directory()
@@ -101,8 +116,8 @@ def checked_directory(directory: Path, uid: int) -> Path:
                 f"{directory} has mode {stat.S_IMODE(found.st_mode):04o}; others could reach it. "
                 f"Run: chmod 700 {directory}"
             )
-        kind = _file_system(directory)
-        if kind not in _LOCAL_FILE_SYSTEMS:
+        kind = file_system(directory)
+        if not is_local(kind):
             raise CoordinatorUnavailable(
                 f"{directory} is on a {kind} file system; sockets and locks need a local one. "
                 f"Set KREX_SOCKET to a path on a local file system."
@@ -110,6 +125,43 @@ def checked_directory(directory: Path, uid: int) -> Path:
     finally:
         os.close(fd)
     return directory
+
+
+def connect(path: Path) -> socket.socket:
+    """A blocking connection to the coordinator's socket; raises `OSError` where nobody listens.
+
+    Raises:
+        CoordinatorUnavailable: the one who listens is neither this user nor root.
+    """
+    connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
+    connection.settimeout(_CONNECT_S)
+    try:
+        with short_address(path) as address:
+            connection.connect(address)
+        connection.settimeout(None)
+        pid, uid, _ = struct.unpack("3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
+        if uid not in (0, os.getuid()):
+            raise CoordinatorUnavailable(
+                f"The process that answers at {path} (pid {pid}) belongs to uid {uid}, not to you or root. "
+                f"It is not trusted. Remove that socket, or set KREX_SOCKET to a path of yours."
+            )
+    except BaseException:
+        connection.close()
+        raise
+    return connection
+
+
+@contextlib.contextmanager
+def short_address(path: Path) -> Iterator[str]:
+    """A name of ``path`` that fits a Unix socket address (107 bytes), for as long as the context lasts."""
+    if len(os.fsencode(path)) <= _LONGEST_ADDRESS_BYTES:
+        yield str(path)
+        return
+    fd = os.open(path.parent, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        yield f"/proc/self/fd/{fd}/{path.name}"
+    finally:
+        os.close(fd)
 
 
 def _owned_by_root(socket: Path) -> bool:
@@ -128,7 +180,12 @@ def _is_private(directory: Path, uid: int, *, others_may_read: bool = False) -> 
     return stat.S_ISDIR(found.st_mode) and found.st_uid == uid and not stat.S_IMODE(found.st_mode) & forbidden
 
 
-def _file_system(directory: Path) -> str:
+def is_local(kind: str) -> bool:
+    """Whether a file system of this type is safe for sockets, locks and SQLite in WAL mode."""
+    return kind in _LOCAL_FILE_SYSTEMS
+
+
+def file_system(directory: Path) -> str:
     """Type of the file system that ``directory`` is on, from the mount with the longest matching path."""
     resolved = directory.resolve()
     best, kind = -1, "unknown"
