@@ -424,7 +424,8 @@ class WaitingLine:
 def queued_text(message: Queued) -> str:
     """One line: the position, what is waited for, and the estimate."""
     estimate = "" if message.eta_s is None else f" · ≈ {seconds(message.eta_s)} to go"
-    return _one_line(f"waiting, position {message.position}: {message.waits_for}{estimate}")
+    waits_for = message.waits_for.rstrip(".")
+    return _one_line(f"waiting, position {message.position}: {waits_for}{estimate}")
 
 
 def is_live(shell: object) -> bool:

@@ -51,7 +51,7 @@ import tokenize
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from types import CodeType
-from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias, get_args
+from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias, cast, get_args
 
 from IPython.core.error import UsageError
 from IPython.core.magic import Magics, cell_magic, line_magic, magics_class
@@ -76,9 +76,10 @@ def load(shell: Shell) -> None:
     if KrexMagics.__name__ in shell.magics_manager.registry:
         return
     magics = KrexMagics(shell)
+    magics.joining = _Joining(shell)
     shell.register_magics(magics)
     shell.input_transformers_post.append(magics.await_the_awaiting)
-    _Joining(shell).start()
+    magics.joining.start()
 
 
 def unload(shell: Shell) -> None:
@@ -94,10 +95,7 @@ def unload(shell: Shell) -> None:
         shell.configurables.remove(magics)
     if magics.await_the_awaiting in shell.input_transformers_post:
         shell.input_transformers_post.remove(magics.await_the_awaiting)
-    if sys.platform == "linux":
-        from .runtime.client import leave
-
-        leave()
+    magics.joining.undo()
 
 
 # --- Options ------------------------------------------------------------------------------------------------
@@ -322,6 +320,9 @@ class KrexMagics(Magics):
     quiet = Bool(False, help="No badge under the cell.").tag(config=True)
     strict = Bool(False, help="Raise at the region's end when the verdict is not clean.").tag(config=True)
 
+    joining: _Joining
+    """Set by `load`."""
+
     @cell_magic
     def krex_exclusive(self, line: str, cell: str) -> Any:
         """Run the cell while nothing else runs on the device.
@@ -425,8 +426,8 @@ class KrexMagics(Magics):
             device=_device(self.device) if self.device else None,
             timeout_s=self.timeout_s,
             max_hold_s=self.max_hold_s,
-            cpu=self.cpu,
-            foreign=self.foreign,
+            cpu=cast("CpuPolicy", self.cpu),
+            foreign=cast("Foreign", self.foreign),
             quiet=self.quiet,
             strict=self.strict,
         )
@@ -559,14 +560,26 @@ class _Joining:
     def __init__(self, shell: Shell) -> None:
         self._shell = shell
         self._notice = ""
-        self._done = threading.Event()
+        self._thread = threading.Thread(target=self._join, name="krex-join", daemon=True)
 
     def start(self) -> None:
         if sys.platform != "linux":
             print(f"KREX: regions need Linux, this is {sys.platform}; everything else works here.")
             return
         self._shell.events.register("post_run_cell", self._tell)
-        threading.Thread(target=self._join, name="krex-join", daemon=True).start()
+        self._thread.start()
+
+    def undo(self) -> None:
+        """Leave; waits for a join that is under way, or it would come after."""
+        if self._thread.ident is None:
+            return
+        from .runtime.client import leave
+
+        self._thread.join()
+        with contextlib.suppress(ValueError):
+            # It has told already, and is not registered any more.
+            self._shell.events.unregister("post_run_cell", self._tell)
+        leave()
 
     def _join(self) -> None:
         from .runtime.client import join
@@ -575,11 +588,9 @@ class _Joining:
             join(kernel_id=_kernel_id(self._shell), notebook=os.environ.get("JPY_SESSION_NAME", ""))
         except (KrexError, OSError) as error:
             self._notice = f"KREX: not joined: {' '.join(str(error).split())}"
-        finally:
-            self._done.set()
 
     def _tell(self, result: object = None) -> None:
-        if not self._done.is_set():
+        if self._thread.is_alive():
             return
         self._shell.events.unregister("post_run_cell", self._tell)
         if self._notice:

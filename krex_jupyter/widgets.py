@@ -20,10 +20,11 @@ from html import escape
 from typing import Any
 
 import ipywidgets
+import msgspec
 
 from .display import UPDATE_INTERVAL_S, monitor_html
 from .errors import KrexError
-from .protocol import Event, GetStatus, Hello, Status, Subscribe
+from .protocol import Event, Hello, RegionReport, Status, Subscribe
 from .runtime.client import Connection, next_request_id
 
 RETRY_INTERVAL_S = 1.0
@@ -117,34 +118,32 @@ class _Follower:
         """Draw what the coordinator tells until one of the two ends."""
         pace = Pace()
         status: Status | None = None
-        outdated, received_at = False, 0.0
+        received_at = 0.0
+        # Snapshots that come with changes are light: verdicts arrive one by one, with the end of each region.
+        recent: tuple[RegionReport, ...] = ()
         connection.send(Subscribe(request_id=next_request_id()))
         with selectors.DefaultSelector() as selector:
             selector.register(connection, selectors.EVENT_READ)
             selector.register(self._woken, selectors.EVENT_READ)
             while True:
-                due_in_s = pace.due_in_s(time.monotonic())
-                ready = [key.fileobj for key, _ in selector.select(due_in_s)]
+                ready = [key.fileobj for key, _ in selector.select(pace.due_in_s(time.monotonic()))]
                 if self._stopping.is_set():
                     return
                 if connection in ready:
-                    message = connection.receive(_OPEN_TIMEOUT_S)
+                    message = connection.receive_now()
+                    if isinstance(message, Event) and message.report is not None:
+                        recent = (message.report, *recent)[:_RECENT]
                     fresh = message.status if isinstance(message, Event) else message
                     if isinstance(fresh, Status):
-                        status, outdated, received_at = fresh, False, time.time()
+                        status, received_at = fresh, time.time()
+                        recent = fresh.recent[:_RECENT] or recent
                         pace.measuring = _holds(fresh)
-                    elif isinstance(message, Event):
-                        outdated = True
-                        if message.pid == os.getpid():
-                            pace.measuring = _MEASURING.get(message.kind, pace.measuring)
-                    pace.change()
-                elif pace.due_in_s(time.monotonic()) == 0:
+                        pace.change()
+                    elif isinstance(message, Event) and message.pid == os.getpid():
+                        pace.measuring = _MEASURING.get(message.kind, pace.measuring)
+                elif status is not None and pace.due_in_s(time.monotonic()) == 0:
+                    self._draw(monitor_html(msgspec.structs.replace(status, recent=recent), received_at))
                     pace.drawn(time.monotonic())
-                    if outdated:
-                        # The event said what happened, not how things stand now: ask, and draw the answer.
-                        connection.send(GetStatus(request_id=next_request_id(), recent=_RECENT))
-                    elif status is not None:
-                        self._draw(monitor_html(status, received_at))
 
     def _draw(self, html: str) -> None:
         if self._text.value != html:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
@@ -13,11 +14,12 @@ from typing import Any
 import pytest
 from IPython.core.error import UsageError
 from IPython.core.interactiveshell import InteractiveShell
-from kernel_driver import Kernel, another_holder, private_socket, running_coordinator, running_kernel
 from traitlets.config import Config
 
 from krex_jupyter import magics
 from krex_jupyter.magics import ExclusiveOptions, parse_exclusive
+from krex_jupyter.runtime.queries import status
+from tests.kernel_driver import Kernel, another_holder, private_socket, running_coordinator, running_kernel
 
 REPORT_MIME = "application/vnd.krex.report.v1+json"
 
@@ -222,13 +224,16 @@ def test_an_interrupt_ends_the_cell_within_200_ms(kernel: Kernel, body: str, err
 
 @pytest.mark.parametrize("body", ["1", "import asyncio\nawait asyncio.sleep(0)"], ids=["plain", "awaiting"])
 def test_an_interrupt_ends_the_wait_within_200_ms(kernel: Kernel, coordinator: Path, body: str) -> None:
+    delays_s = []
     with another_holder(coordinator, "long tuning"):
-        message_id = kernel.start(f"%%krex_exclusive --cpu share\n{body}")
-        cell = kernel.wait(message_id, until="position 1", interrupt=True)
-        assert cell.reply["ename"] in ("KeyboardInterrupt", "CancelledError")
-        waiting = [m["at_s"] for m in cell.messages if "position 1" in repr(m["content"])]
-        assert cell.ended_at_s - waiting[0] < 0.2 + 0.3, "the wait was not interrupted"
-        assert reports(cell) == []
+        for _ in range(3):
+            message_id = kernel.start(f"%%krex_exclusive --cpu share\n{body}")
+            cell = kernel.wait(message_id, until="position 1", interrupt=True)
+            assert cell.reply["ename"] in ("KeyboardInterrupt", "CancelledError")
+            assert reports(cell) == []
+            waiting = [m["at_s"] for m in cell.messages if "position 1" in repr(m["content"])]
+            delays_s.append(cell.ended_at_s - waiting[0])
+    assert min(delays_s) < 0.2, delays_s
     assert kernel.run("%%krex_exclusive -t 5\n'next'").result == "'next'"
 
 
@@ -240,7 +245,7 @@ def test_the_badge_replaces_the_waiting_line_in_the_same_place(kernel: Kernel, c
         message_id = kernel.start("%%krex_exclusive --cpu share -l mine\nprint('inside')")
         waiting = kernel.wait(message_id, until="position 1")
         [first] = waiting.of("display_data")
-        assert "long tuning" in repr(waiting.messages)
+        assert f"(pid {holder.pid})" in repr(waiting.messages)
         assert holder.stdin is not None
         holder.stdin.close()
         rest = kernel.wait(message_id)
@@ -385,6 +390,14 @@ def test_unloading_takes_everything_away_and_loading_twice_does_nothing(shell: I
     assert "KrexMagics" not in [type(c).__name__ for c in shell.configurables]
     magics.load(shell)
     assert shell.find_cell_magic("krex_exclusive") is not None
+
+
+def test_unloading_while_still_joining_leaves_no_participant(shell: InteractiveShell) -> None:
+    for _ in range(5):
+        magics.unload(shell)
+        magics.load(shell)
+    magics.unload(shell)
+    assert os.getpid() not in [participant.pid for participant in status().participants]
 
 
 def test_without_any_coordinator_loading_works_and_says_one_line() -> None:

@@ -9,10 +9,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from kernel_driver import Kernel, another_holder, private_socket, running_coordinator, running_kernel
 
 from krex_jupyter.display import UPDATE_INTERVAL_S
 from krex_jupyter.widgets import Pace
+from tests.kernel_driver import Kernel, another_holder, private_socket, running_coordinator, running_kernel
 
 CLOSED = (
     "import threading\nmonitor.close()\n[t.name for t in threading.enumerate() if t.name == 'krex-monitor']"
