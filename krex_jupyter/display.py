@@ -324,8 +324,9 @@ def _paused(status: Status) -> int:
 
 
 def device_name(device: DeviceInfo) -> str:
-    """How a person finds it on this host: the driver's index and the model."""
-    return device.name if device.index is None else f"{device.vendor} {device.index} {device.name}"
+    """How a person finds it on this host: its kind, the driver's index and the model."""
+    index = "" if device.index is None else f" {device.index}"
+    return f"{device.vendor}{index} {device.name}"
 
 
 def holder_text(holder: HolderStatus | None) -> str:

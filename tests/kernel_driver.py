@@ -65,7 +65,8 @@ class Kernel:
 
     def start(self, code: str) -> str:
         """Send a cell; its message id, for `wait`."""
-        return str(self._client.execute(code))
+        # Else a kernel drops what arrives shortly after a cell that raised.
+        return str(self._client.execute(code, stop_on_error=False))
 
     def wait(self, message_id: str, *, until: str | None = None, interrupt: bool = False) -> Cell:
         """Collect a cell's messages to its end; at one with ``until`` return, or interrupt."""

@@ -51,6 +51,7 @@ def shell(coordinator: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Intera
         yield shell
     finally:
         magics.unload(shell)
+        assert os.getpid() not in [participant.pid for participant in status().participants]
 
 
 def reports(cell: Any) -> list[dict[str, Any]]:
