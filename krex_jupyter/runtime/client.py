@@ -395,9 +395,12 @@ def leave() -> None:
 def presence() -> _Presence:
     """This process's presence, whether it has joined yet or not."""
     global _presence
-    if _presence is None:
-        _presence = _Presence()
-    return _presence
+    with _pool_guard:
+        # Two threads may come first at once (an extension that joins in the background, a cell that enters a
+        # region); of two presences one would be forgotten, with its connection, and never leave.
+        if _presence is None:
+            _presence = _Presence()
+        return _presence
 
 
 def take() -> Connection:
