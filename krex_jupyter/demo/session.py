@@ -10,7 +10,6 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
-import platform
 import random
 import sys
 import time
@@ -20,7 +19,7 @@ from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
-from .. import __version__
+from ..bench.machine import machine
 from ..protocol import DeviceInfo
 from .agents import Agents, Block, Cells, Policy
 from .analysis import Analysis, PolicyResult, Run, Timing, analyse
@@ -149,18 +148,6 @@ def choose_device(devices: Sequence[DeviceInfo], wanted: str | None) -> tuple[De
         return gpu, "cuda", wanted, note
     known = ", ".join(device.name for device in devices) or "none"
     raise DemoError(f"the demo runs on 'cpu' or 'cuda:N', not on {wanted!r}; devices here: {known}")
-
-
-def machine() -> dict[str, Any]:
-    """What a reader needs to know about where the numbers come from."""
-    return {
-        "cores": len(os.sched_getaffinity(0)),
-        "cpu": _cpu_name(),
-        "platform": platform.platform(),
-        "python": platform.python_version(),
-        "krex_jupyter": __version__,
-        "load_average": list(os.getloadavg()),
-    }
 
 
 def write_files(outcome: Outcome, directory: Path) -> tuple[Path, Path]:
@@ -341,16 +328,6 @@ def _device(device: DeviceInfo) -> dict[str, Any]:
         "memory_bytes": device.memory_bytes,
         "gates": list(device.gates),
     }
-
-
-def _cpu_name() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        return platform.processor()
-    return next(
-        (line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "unknown"
-    )
 
 
 def _need(module: str, install: str) -> None:

@@ -1,0 +1,158 @@
+"""Launch rate of code outside regions: with KREX loaded and a coordinator running, over without. Target 0.99-1.01.
+
+Three real ipykernels run the same loop in turn, in random order, many times: one has the extension loaded and is
+known to a coordinator, two have never heard of it. The second one without is the control: what it differs by from
+the first is what this machine makes of nothing at all.
+
+    python benchmarks/launch_rate.py [--device cpu|cuda:0] [--groups 5] [--rounds 20] [--json]
+
+On the cpu a launch is a call of a compiled Numba function that does next to nothing; on a GPU it is a CuPy launch of
+an empty kernel, synchronised every 1,000.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import math
+import os
+import random
+import sys
+import time
+from statistics import fmean, median
+
+from krex_jupyter.bench.kernels import Kernel
+from krex_jupyter.bench.machine import machine
+from krex_jupyter.bench.private import PrivateCoordinator, private_coordinator
+
+CPU_LOOP = """
+import time
+import numba
+
+@numba.njit(numba.float64(numba.float64))
+def launch(x):
+    return x + 1.0
+
+def rate(count=100_000):
+    started = time.perf_counter()
+    for _ in range(count):
+        launch(1.0)
+    return count / (time.perf_counter() - started)
+
+rate()
+"""
+CUDA_LOOP = """
+import time
+import cupy
+
+kernel = cupy.RawKernel('extern "C" __global__ void nothing() { }', 'nothing')
+stream = cupy.cuda.get_current_stream()
+
+def rate(count=20_000):
+    started = time.perf_counter()
+    for at in range(count):
+        kernel((1,), (1,), ())
+        if at % 1_000 == 999:
+            stream.synchronize()
+    stream.synchronize()
+    return count / (time.perf_counter() - started)
+
+rate()
+"""
+NAMES = ("with", "without", "control")
+
+
+def main() -> int:
+    """Measure, print, and return 0 if the interval of the ratio meets 0.99-1.01 (or the machine cannot tell)."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--device", help="cpu or cuda:N (default: the first GPU, else cpu)")
+    parser.add_argument("--groups", type=int, default=5, help="times that fresh kernels are started")
+    parser.add_argument("--rounds", type=int, default=20, help="measurements of each kernel")
+    parser.add_argument("--json", action="store_true")
+    args = parser.parse_args()
+    started_at = time.time()
+    ratios: list[float] = []
+    controls: list[float] = []
+    with private_coordinator() as coordinator:
+        gpu = any(device.vendor == "nvidia" for device in coordinator.devices)
+        device = args.device or ("cuda:0" if gpu else "cpu")
+        for group in range(args.groups):
+            ratio, control = measure_group(coordinator, device, args.rounds, seed=group)
+            ratios.append(ratio)
+            controls.append(control)
+            print(f"group {group + 1}: {ratio:.4f}  control {control:.4f}", file=sys.stderr, flush=True)
+    row = {
+        "device": device,
+        "ratio": fmean(ratios),
+        "ratio_ci95": interval(ratios),
+        "control": fmean(controls),
+        "control_ci95": interval(controls),
+        "groups": ratios,
+        "controls": controls,
+    }
+    document = {
+        "version": 1,
+        "command": "launch-rate",
+        "started_at": started_at,
+        "machine": machine(),
+        "device": {"id": device},
+        "rows": [row],
+    }
+    low, high = interval(ratios)
+    met = low <= 1.01 and high >= 0.99
+    if args.json:
+        print(json.dumps(document, indent=1))
+    else:
+        print(
+            f"{device}: with KREX ÷ without {row['ratio']:.4f} [{low:.4f}, {high:.4f}], "
+            f"control {row['control']:.4f}; target 0.99-1.01 {'met' if met else 'NOT met'}"
+        )
+    return 0 if met else 1
+
+
+def measure_group(
+    coordinator: PrivateCoordinator, device: str, rounds: int, seed: int
+) -> tuple[float, float]:
+    """Median rate with KREX over without, and without over without, of one set of fresh kernels."""
+    order = random.Random(seed)
+    without = {name: value for name, value in os.environ.items() if name != "KREX_SOCKET"}
+    rates: dict[str, list[float]] = {name: [] for name in NAMES}
+    with contextlib.ExitStack() as owned:
+        kernels = {
+            name: owned.enter_context(
+                Kernel.start(
+                    coordinator.directory,
+                    f"{name}-{seed}",
+                    coordinator.environment if name == "with" else without,
+                )
+            )
+            for name in order.sample(NAMES, len(NAMES))
+        }
+        for name, kernel in kernels.items():
+            kernel.ready()
+            if name == "with":
+                kernel.run("%load_ext krex_jupyter")
+            kernel.run(CPU_LOOP if device == "cpu" else CUDA_LOOP)
+        for _ in range(rounds):
+            for name in order.sample(NAMES, len(NAMES)):
+                rates[name].append(float(kernels[name].run("print(rate())")))
+    return (
+        median(rates["with"]) / median(rates["without"]),
+        median(rates["control"]) / median(rates["without"]),
+    )
+
+
+def interval(values: list[float]) -> tuple[float, float]:
+    """95% interval of the mean over groups (Student's t); all numbers for fewer than two groups."""
+    if len(values) < 2:
+        return -math.inf, math.inf
+    quantile = {1: 12.71, 2: 4.30, 3: 3.18, 4: 2.78, 5: 2.57, 6: 2.45, 7: 2.36, 8: 2.31, 9: 2.26}
+    mean = fmean(values)
+    deviation = math.sqrt(sum((value - mean) ** 2 for value in values) / (len(values) - 1))
+    half = quantile.get(len(values) - 1, 2.0) * deviation / math.sqrt(len(values))
+    return mean - half, mean + half
+
+
+if __name__ == "__main__":
+    sys.exit(main())
