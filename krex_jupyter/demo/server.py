@@ -18,6 +18,7 @@ import secrets
 import select
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -150,8 +151,13 @@ class NotebookKernel:
 
     def close(self) -> None:
         """Close the websocket: a cell being waited for ends with a `DemoError`."""
-        with contextlib.suppress(websocket.WebSocketException, OSError):
-            self._socket.shutdown()
+        connection = self._socket.sock
+        if connection is not None:
+            # Closing alone would not wake a thread that waits in recv.
+            with contextlib.suppress(OSError):
+                connection.shutdown(socket.SHUT_RDWR)
+            with contextlib.suppress(OSError):
+                connection.close()
 
 
 class JupyterServer:
