@@ -1,4 +1,4 @@
-"""A 10 ms kernel, timed while a sibling notebook loops on the same GPU: without a region, inside one, and alone.
+"""A 10 ms kernel timed while a sibling notebook loops on the same GPU: without a region, inside one, alone.
 
 Targets: at least 1.5x without a region (else the run shows nothing), at most 1.003x inside one. The three are
 interleaved in rounds; alone is measured before the sibling starts its next loop.
@@ -138,8 +138,9 @@ def main() -> int:
         print(json.dumps(document, indent=1))
     else:
         print(
-            f"alone {row['alone_ms']:.3f} ms; beside a busy sibling {row['without_region']:.3f}x without a region "
-            f"(at least 1.5), {row['inside_region']:.4f}x inside one (at most 1.003): {'met' if met else 'NOT met'}"
+            f"alone {row['alone_ms']:.3f} ms; beside a busy sibling {row['without_region']:.3f}x without "
+            f"a region (at least 1.5), {row['inside_region']:.4f}x inside one (at most 1.003): "
+            f"{'met' if met else 'NOT met'}"
         )
     return 0 if met else 1
 

@@ -1,13 +1,13 @@
-"""Launch rate of code outside regions: with KREX loaded and a coordinator running, over without. Target 0.99-1.01.
+"""Launch rate of code outside regions: KREX loaded and a coordinator running, over without (0.99-1.01).
 
-Three real ipykernels run the same loop in turn, in random order, many times: one has the extension loaded and is
-known to a coordinator, two have never heard of it. The second one without is the control: what it differs by from
-the first is what this machine makes of nothing at all.
+Three real ipykernels run the same loop in turn, in random order, many times: one has the extension loaded and
+is known to a coordinator, two have never heard of it. The second one without is the control: what it differs
+by from the first is what this machine makes of nothing at all.
 
     python benchmarks/launch_rate.py [--device cpu|cuda:0] [--groups 5] [--rounds 20] [--json]
 
-On the cpu a launch is a call of a compiled Numba function that does next to nothing; on a GPU it is a CuPy launch of
-an empty kernel, synchronised every 1,000.
+On the cpu a launch is a call of a compiled Numba function that does next to nothing; on a GPU it is a CuPy
+launch of an empty kernel, synchronised every 1,000.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ NAMES = ("with", "without", "control")
 
 
 def main() -> int:
-    """Measure, print, and return 0 if the interval of the ratio meets 0.99-1.01 (or the machine cannot tell)."""
+    """Measure, print, and return 0 if the interval of the ratio reaches into 0.99-1.01."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--device", help="cpu or cuda:N (default: the first GPU, else cpu)")
     parser.add_argument("--groups", type=int, default=5, help="times that fresh kernels are started")

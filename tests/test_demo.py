@@ -57,7 +57,7 @@ def source() -> random.Random:
     return random.Random(0)
 
 
-# --- Inflation ------------------------------------------------------------------------------------------------
+# --- Inflation ----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -97,7 +97,7 @@ def test_alone_against_alone_does_not_let_signs_cancel() -> None:
     assert analysis.alone_against_alone(timings)["all"] == pytest.approx(0.05)
 
 
-# --- Rankings -------------------------------------------------------------------------------------------------
+# --- Rankings -----------------------------------------------------------------------------------------------
 
 rankings = st.dictionaries(st.sampled_from("abcdefg"), st.floats(1e-5, 1e-1), min_size=2)
 
@@ -148,7 +148,7 @@ def test_five_passes_prove_no_order() -> None:
     assert analysis.separable_pairs([dict(TIMES_S)] * 5, {"task": sorted(TIMES_S)}) == set()
 
 
-# --- Claims ---------------------------------------------------------------------------------------------------
+# --- Claims -------------------------------------------------------------------------------------------------
 
 
 def claims(runs: list[Run]) -> dict[str, bool]:
@@ -195,7 +195,7 @@ def test_the_table_has_a_line_per_policy() -> None:
         assert any(line.startswith(policy) for line in text.splitlines())
 
 
-# --- Picture --------------------------------------------------------------------------------------------------
+# --- Picture ------------------------------------------------------------------------------------------------
 
 
 @given(
@@ -238,7 +238,7 @@ def test_the_picture_reads_on_dark_and_light() -> None:
     assert "prefers-color-scheme: dark" in drawn
 
 
-# --- Candidates and notebooks ---------------------------------------------------------------------------------
+# --- Candidates and notebooks -------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("language", ["numba", "cuda"])
@@ -295,7 +295,7 @@ def test_a_device_that_is_not_there_is_named_with_those_that_are() -> None:
         session.choose_device([CPU], "cuda:0")
 
 
-# --- Real runs ------------------------------------------------------------------------------------------------
+# --- Real runs ----------------------------------------------------------------------------------------------
 
 COMMAND = (
     "import argparse, sys; from krex_jupyter import demo; parser = argparse.ArgumentParser(); "

@@ -1,4 +1,4 @@
-"""`krex bench`: what regions cost on this machine. This module is the command line; each benchmark has its file."""
+"""`krex bench`: what regions cost on this machine. This is the command line; each benchmark has its file."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Real ipykernels for benchmarks: started without a server, driven by code, and ended in order.
 
-A kernel started here ends with the process that started it (``JPY_PARENT_PID``), and is continued before it is
-killed.
+A kernel started here ends with the process that started it (``JPY_PARENT_PID``), and is continued before it
+is killed.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """`krex bench overhead`: what entering and leaving a region costs, with real notebooks' kernels as siblings.
 
-Everything is its own: coordinator, kernels and the measuring process; nobody else's work is touched. The base case
-has no siblings. Times are the caller's, around ``__enter__`` and ``__exit__``, so they include whatever the caller
-waits for; the coordinator's own figures stand beside them.
+Everything is its own: coordinator, kernels and the measuring process; nobody else's work is touched. The base
+case has no siblings. Times are the caller's, around ``__enter__`` and ``__exit__``, so they include whatever
+the caller waits for; the coordinator's own figures stand beside them.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """The measuring process of `krex bench overhead`: a plain script that enters and leaves regions by the clock.
 
-A process of its own, because the owner of a region must be neither the parent of the siblings nor busy with their
-sockets. Reads one JSON object from standard input (`device`, `regions`, `spacing_s`), writes one to standard output.
+A process of its own, because the owner of a region must be neither the parent of the siblings nor busy with
+their sockets. Reads one JSON object from standard input (`device`, `regions`, `spacing_s`), writes one to
+standard output.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ def main() -> int:
 
 
 def measure(device: str, regions: int, spacing_s: float) -> dict[str, Any]:
-    """Seconds for each region: entering and leaving by this process's clock, and the coordinator's own figures."""
+    """Seconds for each region: by this process's clock, and the coordinator's own figures beside them."""
     from ..runtime.region import exclusive
 
     clock = time.perf_counter

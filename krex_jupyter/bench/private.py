@@ -33,7 +33,7 @@ class PrivateCoordinator:
 
 @contextlib.contextmanager
 def private_coordinator() -> Iterator[PrivateCoordinator]:
-    """Start a coordinator in a private directory; ``KREX_SOCKET`` points to it meanwhile, here and in children."""
+    """Start a coordinator in a private directory; ``KREX_SOCKET`` points to it meanwhile."""
     # A short path: a Unix socket's has at most 107 bytes.
     directory = Path(tempfile.mkdtemp(prefix="krex-bench-"))
     before = os.environ.get("KREX_SOCKET")

@@ -1,4 +1,4 @@
-"""`krex demo`: several tuning agents on one device, under three policies, and what that does to pace and timings.
+"""`krex demo`: tuning agents on one device under three policies, and what each does to pace and timings.
 
 This module is the command line; `session.py` is the demo. Nothing heavy is imported before it runs.
 """
@@ -52,7 +52,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run the demo: 0 if it ran (whatever it found), 1 if it could not, 3 without a coordinator, 130 on Ctrl-C."""
+    """Run it: 0 if it ran (whatever it found), 1 if it could not, 3 without a coordinator, 130 on Ctrl-C."""
     from ..errors import CoordinatorUnavailable, KrexError
     from .session import Settings, run_demo, write_files
     from .table import render

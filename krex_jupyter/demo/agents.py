@@ -1,8 +1,8 @@
 """The tuning agents: each drives one notebook's kernel and takes its candidates from one shared list.
 
 An agent is a thread here and a process there: it writes a candidate's source, sends the notebook's cell, and
-waits for what the kernel shows. Nothing in this module measures time that ends up in a result, except a block's
-length; all timing happens in the kernels.
+waits for what the kernel shows. Nothing in this module measures time that ends up in a result, except a
+block's length; all timing happens in the kernels.
 """
 
 from __future__ import annotations
@@ -113,7 +113,7 @@ class Agents:
         return Block(policy, started_at, time.monotonic() - started_s, tuple(trials))
 
     def time_alone(self, *, backwards: bool) -> dict[str, list[float]]:
-        """Time what the last block compiled, one kernel of one notebook at a time: seconds per call, by name."""
+        """Time what the last block compiled, one notebook at a time: seconds per call, by name."""
         samples_s: dict[str, list[float]] = {}
         for kernel in reversed(self._kernels) if backwards else self._kernels:
             outcome = kernel.execute(self._cells.alone, timeout_s=_CELL_S)

@@ -1,10 +1,10 @@
 """What the demo's numbers say: inflation, flips, throughput, and whether the run shows anything at all. Pure.
 
-Definitions are those of `MEASUREMENT.md`. Inflation is paired: a kernel's median under load over the median of the
-same compiled kernel in the same process a moment later, while all others did nothing. Intervals are bootstrapped
-over candidates (all repetitions of a candidate stay together), because repetitions of one candidate are not
-independent. A run that cannot show harm without coordination, or whose machine does not agree with itself, says
-so instead of claiming anything.
+Definitions are those of `MEASUREMENT.md`. Inflation is paired: a kernel's median under load over the median
+of the same compiled kernel in the same process a moment later, while all others did nothing. Intervals are
+bootstrapped over candidates (all repetitions of a candidate stay together), because repetitions of one
+candidate are not independent. A run that cannot show harm without coordination, or whose machine does not
+agree with itself, says so instead of claiming anything.
 """
 
 from __future__ import annotations
@@ -250,7 +250,7 @@ def bootstrap_mean(
 
 
 def alone_against_alone(timings: Iterable[Timing]) -> dict[str, float]:
-    """Mean of |again / alone - 1| by band and over ``all``; signs do not cancel. 0.0 for all where nothing ran."""
+    """Mean of |again / alone - 1| by band and over ``all`` (0.0 where nothing ran); signs do not cancel."""
     by_name: dict[str, list[Timing]] = {}
     for timing in timings:
         by_name.setdefault(timing.name, []).append(timing)
@@ -450,8 +450,8 @@ def _claims(
         yield Claim(
             "fidelity",
             not over,
-            "timings inside regions are as if alone: in no band is the lower end of the inflation interval more "
-            "than 1 point above alone against alone"
+            "timings inside regions are as if alone: in no band is the lower end of the inflation interval "
+            "more than 1 point above alone against alone"
             if not over
             else "timings inside regions are NOT as if alone in " + ", ".join(over),
         )

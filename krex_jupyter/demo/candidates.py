@@ -1,9 +1,9 @@
 """What the tuning agents of the demo try: a fixed set of kernels, some of them wrong. Pure.
 
-Fixed, so that nobody can make it easy afterwards: every task has variants far apart and variants that are the same
-work written differently (ties, which are hard to rank), and a few variants that compute something else and must
-be caught by the check. What differs from run to run is only a nonce in the source, so that no compiler or driver
-finds the result in a cache.
+Fixed, so that nobody can make it easy afterwards: every task has variants far apart and variants that are the
+same work written differently (ties, which are hard to rank), and a few variants that compute something else
+and must be caught by the check. What differs from run to run is only a nonce in the source, so that no
+compiler or driver finds the result in a cache.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ Language: TypeAlias = Literal["numba", "cuda"]
 
 @dataclass(frozen=True)
 class Variant:
-    """One entry of the set: what to compute (``family``, ``size``) and how (``tile``, ``unroll``, ``depth``)."""
+    """One entry of the set: what to compute (``family``, ``size``) and how (the rest)."""
 
     family: Family
     size: int
     tile: int
     unroll: int
     depth: int = 1
-    """Tiles that the compiler unrolls: what makes it take its time, as it does with kernels that people tune."""
+    """Tiles that the compiler unrolls; this makes it take its time, as kernels that people tune do."""
     wrong: bool = False
     """It leaves out part of the work: faster than the honest ones, and not correct."""
 
@@ -118,7 +118,7 @@ def chosen(language: Language, count: int | None) -> tuple[Variant, ...]:
 
 
 def write(variant: Variant, language: Language, nonce: str) -> Candidate:
-    """The source of ``variant``; ``nonce`` (letters and digits) makes it one that nobody has compiled before."""
+    """The source of ``variant``; ``nonce`` (letters, digits) makes it one that nobody has compiled before."""
     entry = f"{variant.family}_{nonce}"
     if language == "numba":
         return Candidate(variant, entry, _NUMBA_WRITERS[variant.family](variant, entry))
@@ -195,7 +195,8 @@ def _cuda_matmul(variant: Variant, entry: str) -> Candidate:
     height = tile * unroll
     last = " - 1" if variant.wrong else ""
     source = f"""\
-extern "C" __global__ void {entry}(const float* __restrict__ a, const float* __restrict__ b, float* __restrict__ c)
+extern "C" __global__ void {entry}(
+    const float* __restrict__ a, const float* __restrict__ b, float* __restrict__ c)
 {{
     const int n = {size};
     __shared__ float part_a[{height}][{tile} + 1];
@@ -231,7 +232,8 @@ def _cuda_stencil(variant: Variant, entry: str) -> Candidate:
     height = tile * unroll
     right = "b" if variant.wrong else "a"
     source = f"""\
-extern "C" __global__ void {entry}(const float* __restrict__ a, const float* __restrict__ b, float* __restrict__ c)
+extern "C" __global__ void {entry}(
+    const float* __restrict__ a, const float* __restrict__ b, float* __restrict__ c)
 {{
     const int n = {size};
     const int j = blockIdx.x * {tile} + threadIdx.x;

@@ -1,9 +1,9 @@
 """The region timeline as an SVG: who compiled, waited and held the device when, one panel per policy. Pure.
 
 No style sheet of a page can be relied on (the file is shown by GitHub, by an ``<img>`` in a notebook, by a
-browser), so the colours are in the file, mid-tones that read on white and on black, and the text colour follows
-``prefers-color-scheme``. No meaning is carried by colour alone: held regions are also the tall bars, paused time
-is hatched.
+browser), so the colours are in the file, mid-tones that read on white and on black, and the text colour
+follows ``prefers-color-scheme``. No meaning is carried by colour alone: held regions are also the tall bars,
+paused time is hatched.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _LEGEND: Final[tuple[tuple[Kind, str], ...]] = (
     ("paused", "paused by another's region"),
 )
 _ORDER: Final[tuple[Kind, ...]] = ("held", "compile", "check", "paused", "wait")
-"""Painted in this order: work done while holding lies within the tall bar, paused time over what it interrupts.
+"""Painted in this order: work done while holding lies within the tall bar, paused time over what it cuts.
 A waiter may be paused too, and nothing is lost by that, so waiting covers it."""
 
 _WIDTH = 960
@@ -106,7 +106,8 @@ def _panel(panel: Panel, top: float, window_s: float) -> list[str]:
         y = top + lane * _LANE
         shapes.append(f'<text x="{_LEFT - 8}" y="{y + 16:.1f}" text-anchor="end">{escape(name)}</text>')
         shapes.append(
-            f'<rect class="track" x="{_LEFT}" y="{y + 4:.1f}" width="{_WIDTH - _LEFT - _RIGHT}" height="{_BAR}"/>'
+            f'<rect class="track" x="{_LEFT}" y="{y + 4:.1f}" '
+            f'width="{_WIDTH - _LEFT - _RIGHT}" height="{_BAR}"/>'
         )
     for span in sorted(panel.spans, key=lambda span: _ORDER.index(span.kind)):
         if span.start_s >= window_s or span.end_s <= 0:
@@ -139,7 +140,8 @@ def _legend(top: float) -> list[str]:
     x = float(_LEFT)
     for kind, text in _LEGEND:
         shapes.append(
-            f'<rect x="{x:.0f}" y="{top:.0f}" width="18" height="12" fill={quoteattr(_FILL[kind])} stroke="#888"/>'
+            f'<rect x="{x:.0f}" y="{top:.0f}" width="18" height="12" stroke="#888" '
+            f"fill={quoteattr(_FILL[kind])}/>"
         )
         shapes.append(f'<text x="{x + 24:.0f}" y="{top + 10:.0f}">{escape(text)}</text>')
         x += 44 + 6.6 * len(text)

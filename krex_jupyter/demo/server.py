@@ -1,12 +1,12 @@
 """A real Jupyter server of the demo's own, and the notebooks' kernels in it, driven as a tuning agent would.
 
 The server has its own runtime, data and configuration directories, its own token and its own coordinator
-(``KREX_SOCKET``), so that it meets nobody else's. Kernels are started through sessions (so that a kernel has its
-notebook's name) and driven by the kernel websocket.
+(``KREX_SOCKET``), so that it meets nobody else's. Kernels are started through sessions (so that a kernel has
+its notebook's name) and driven by the kernel websocket.
 
-Ending it has an order: regions are ended and every kernel is seen running before anything is killed, because a
-stopped process that loses its parent stays stopped for ever. `JupyterServer.close` can be called from any state,
-and again.
+Ending it has an order: regions are ended and every kernel is seen running before anything is killed, because
+a stopped process that loses its parent stays stopped for ever. `JupyterServer.close` can be called from any
+state, and again.
 """
 
 from __future__ import annotations
@@ -142,8 +142,8 @@ class NotebookKernel:
                     idle = content["execution_state"] == "idle"
         except websocket.WebSocketTimeoutException as error:
             raise DemoError(
-                f"{self.notebook}: its kernel (pid {self.pid}) did not finish a cell within {timeout_s:.0f} s. "
-                f"Output so far: {''.join(text)[-500:]!r}"
+                f"{self.notebook}: its kernel (pid {self.pid}) did not finish a cell within "
+                f"{timeout_s:.0f} s. Output so far: {''.join(text)[-500:]!r}"
             ) from error
         except (websocket.WebSocketException, OSError, json.JSONDecodeError) as error:
             raise DemoError(f"{self.notebook}: its kernel (pid {self.pid}) is gone: {error}") from error
@@ -230,10 +230,10 @@ class JupyterServer:
         return answer
 
     def close(self) -> None:
-        """End everything: regions, then kernels and server, then coordinator and guardian; remove the directory."""
+        """End everything: regions, kernels and server, coordinator and guardian; remove the directory."""
         with undisturbed():
             self._end_regions()
-            # Whatever the coordinator could not do any more is done here: nothing may be killed while stopped.
+            # What the coordinator could not do any more is done here: nothing may be killed while stopped.
             for pidfd in (*self._kernel_pidfds.values(), *self._service_pidfds.values()):
                 _signal(pidfd, signal.SIGCONT)
             for kernel in self._kernels:
@@ -358,7 +358,7 @@ class JupyterServer:
 
 @contextlib.contextmanager
 def undisturbed() -> Iterator[None]:
-    """Ctrl-C and SIGTERM are ignored meanwhile: ending what was started is bounded, and must not be cut short."""
+    """Ctrl-C and SIGTERM are ignored meanwhile: ending is bounded, and must not be cut short."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

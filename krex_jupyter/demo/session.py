@@ -1,8 +1,8 @@
-"""The demo from start to end: which device, how many candidates, the blocks in order, then the verdict and files.
+"""The demo from start to end: the device, the candidates, the blocks in order, then the verdict and files.
 
-Everything is interleaved: in each repetition every policy works through the same candidates, in random order, and
-right after each block the kernels it compiled are timed alone, twice, so that a machine whose speed drifts hurts all
-policies alike.
+Everything is interleaved: in each repetition every policy works through the same candidates, in random order,
+and right after each block the kernels it compiled are timed alone, twice, so that a machine whose speed
+drifts hurts all policies alike.
 """
 
 from __future__ import annotations
@@ -77,7 +77,8 @@ def run_demo(settings: Settings, say: Say) -> Outcome:
         agents = Agents(kernels, Cells.read(notebook), language, device_id, settings.seed)
         agents.set_up()
         say(
-            f"{settings.agents} notebooks are ready ({time.monotonic() - started_s:.0f} s); device {device.name}"
+            f"{settings.agents} notebooks are ready ({time.monotonic() - started_s:.0f} s); "
+            f"device {device.name}"
         )
         selection = _select(agents, language, settings, started_s)
         say(
@@ -172,8 +173,8 @@ def _select(agents: Agents, language: Language, settings: Settings, started_s: f
         return chosen(language, settings.candidates)
     parallel = min(settings.agents, len(os.sched_getaffinity(0)))
     together_s = block.elapsed_s / len(warm_up)
-    # `none` and `region` take about as long as the warm-up, `command` as if it had one core; alone is timed twice
-    # after each. A third is kept back: the machine may slow down meanwhile.
+    # `none` and `region` take about as long as the warm-up, `command` as if it had one core; alone is timed
+    # twice after each. A third is kept back: the machine may slow down meanwhile.
     one_s = 2.3 * together_s + together_s * parallel + 2 * len(_POLICIES) * alone_s
     left_s = settings.max_time_s - (time.monotonic() - started_s) - 8.0
     fitting = int(left_s * 0.67 / (settings.repetitions * one_s))

@@ -46,8 +46,8 @@ def render(analysis: Analysis) -> str:
         listed = ", ".join(f"{speedup:.2f}" for speedup in analysis.gapless_speedups)
         verdicts += f"\n       (against a command policy without any gap between its holders: {listed})"
     return (
-        f"{text}\n\n{legend}\nInflation: mean, with its 95% interval over candidates. Rates: mean, with the range "
-        f"over repetitions.\n\n{verdicts}\n"
+        f"{text}\n\n{legend}\nInflation: mean, with its 95% interval over candidates. Rates: mean, with the "
+        f"range over repetitions.\n\n{verdicts}\n"
     )
 
 
