@@ -130,10 +130,7 @@ class NotebookKernel:
                     if RESULT_TYPE in content["data"]:
                         results.append(content["data"][RESULT_TYPE])
                 elif kind == "error":
-                    raise DemoError(
-                        f"{self.notebook}: {content['ename']}: {content['evalue']}\n"
-                        + "\n".join(content["traceback"][-2:])
-                    )
+                    raise DemoError(f"{self.notebook}: {content['ename']}: {content['evalue']}")
                 elif kind == "execute_reply":
                     answered = True
                     for name, value in content.get("user_expressions", {}).items():
