@@ -99,6 +99,7 @@ def main() -> int:
                 kernel.ready()
                 kernel.run("%load_ext krex_jupyter")
                 kernel.run(SPIN)
+            coordinator.wait_for([owner.pid, sibling.pid])
             owner.run(OWNER.replace("{device}", args.device))
             rounds = int(owner.run("print(rounds)"))
             sibling.run(SIBLING.replace("{rounds}", str(rounds)))

@@ -133,6 +133,7 @@ def measure_group(
             kernel.ready()
             if name == "with":
                 kernel.run("%load_ext krex_jupyter")
+                coordinator.wait_for([kernel.pid])
             kernel.run(CPU_LOOP if device == "cpu" else CUDA_LOOP)
         for _ in range(rounds):
             for name in order.sample(NAMES, len(NAMES)):

@@ -173,6 +173,7 @@ def _start(
         kernel.run("%load_ext krex_jupyter")
         if device_id != "cpu":
             kernel.run(_CONTEXT_CUDA)
+    coordinator.wait_for(kernel.pid for kernel in started)
     return started
 
 

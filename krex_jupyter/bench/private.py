@@ -11,10 +11,12 @@ import select
 import shutil
 import signal
 import tempfile
-from collections.abc import Iterator
+import time
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from ..errors import KrexError
 from ..protocol import DeviceInfo, GetStatus, Hello, Status
 from ..runtime.client import Connection, next_request_id
 
@@ -29,6 +31,26 @@ class PrivateCoordinator:
     environment: dict[str, str]
     """For processes that shall use it."""
     devices: tuple[DeviceInfo, ...]
+    _connection: Connection
+
+    def wait_for(self, pids: Iterable[int], timeout_s: float = 10.0) -> None:
+        """Wait until these processes are participants; loading the extension joins in the background.
+
+        Raises:
+            KrexError: they are not after ``timeout_s``.
+        """
+        missing = set(pids)
+        deadline = time.monotonic() + timeout_s
+        while missing and time.monotonic() < deadline:
+            status = self._connection.ask(GetStatus(request_id=next_request_id(), recent=0))
+            if isinstance(status, Status):
+                missing -= {participant.pid for participant in status.participants if participant.joined}
+            if missing:
+                time.sleep(0.05)
+        if missing:
+            raise KrexError(
+                f"kernels {sorted(missing)} loaded the extension and did not join in {timeout_s:g} s"
+            )
 
 
 @contextlib.contextmanager
@@ -41,7 +63,7 @@ def private_coordinator() -> Iterator[PrivateCoordinator]:
     connection: Connection | None = None
     try:
         connection = Connection.open(Hello(role="viewer", label="krex bench"), timeout_s=10.0)
-        yield PrivateCoordinator(directory, dict(os.environ), connection.welcome.devices)
+        yield PrivateCoordinator(directory, dict(os.environ), connection.welcome.devices, connection)
     finally:
         try:
             if connection is not None:

@@ -44,6 +44,7 @@ RESULT_TYPE: Final = "application/vnd.krex.demo.v1+json"
 
 _START_S = 60.0
 _REST_S = 30.0
+_JOIN_S = 10.0
 _SERVER_END_S = 10.0
 _END_S = 3.0
 
@@ -216,6 +217,24 @@ class JupyterServer:
             kernel.ready()
             _hold(self._kernel_pidfds, kernel.pid)
         return kernels
+
+    def wait_until_joined(self) -> None:
+        """Wait until every kernel is a participant; loading the extension joins in the background.
+
+        Raises:
+            DemoError: one is not within 10 s.
+        """
+        deadline = time.monotonic() + _JOIN_S
+        missing = {kernel.pid for kernel in self._kernels}
+        while missing and time.monotonic() < deadline:
+            missing -= {participant.pid for participant in self.status().participants if participant.joined}
+            if missing:
+                time.sleep(0.05)
+        if missing:
+            raise DemoError(
+                f"kernels {sorted(missing)} loaded the extension and did not join within {_JOIN_S:.0f} s. "
+                f"The server's log ends:\n{self.log_tail()}"
+            )
 
     def status(self) -> Status:
         """The coordinator's snapshot."""

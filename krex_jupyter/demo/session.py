@@ -76,6 +76,7 @@ def run_demo(settings: Settings, say: Say) -> Outcome:
         kernels = server.open_notebooks(names)
         agents = Agents(kernels, Cells.read(notebook), language, device_id, settings.seed)
         agents.set_up()
+        server.wait_until_joined()
         say(
             f"{settings.agents} notebooks are ready ({time.monotonic() - started_s:.0f} s); "
             f"device {device.name}"
