@@ -50,7 +50,10 @@ def test_every_case_is_measured_spaced_and_back_to_back() -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(150)
 def test_overhead_is_measured_with_real_kernels_and_nothing_is_left() -> None:
-    with tempfile.TemporaryDirectory(prefix="kb-", dir="/tmp") as place:
+    with (
+        tempfile.TemporaryDirectory(prefix="kb-", dir="/tmp") as place,
+        tempfile.TemporaryDirectory(prefix="kl-", dir="/tmp") as locks,
+    ):
         process = subprocess.run(
             [
                 sys.executable,
@@ -65,7 +68,7 @@ def test_overhead_is_measured_with_real_kernels_and_nothing_is_left() -> None:
                 "-d",
                 "cpu",
             ],
-            env={**os.environ, "TMPDIR": place, "PYTHONPATH": str(REPOSITORY)},
+            env={**os.environ, "TMPDIR": place, "KREX_LOCK_DIR": locks, "PYTHONPATH": str(REPOSITORY)},
             capture_output=True,
             text=True,
             timeout=140,

@@ -318,7 +318,7 @@ def place() -> Iterator[Path]:
 def start_demo(place: Path, *options: str) -> subprocess.Popen[str]:
     return subprocess.Popen(
         [sys.executable, "-c", COMMAND, "--output", str(place), *options],
-        env={**os.environ, "TMPDIR": str(place), "PYTHONPATH": str(REPOSITORY)},
+        env={**os.environ, "TMPDIR": str(place), "KREX_LOCK_DIR": str(place), "PYTHONPATH": str(REPOSITORY)},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

@@ -1,7 +1,7 @@
 """The demo from start to end: the device, the candidates, the blocks in order, then the verdict and files.
 
 Everything is interleaved: in each repetition every policy works through the same candidates, in random order,
-and right after each block the kernels it compiled are timed alone, twice, so that a machine whose speed
+and right after each block the kernels it compiled are timed alone, in two interleaved sets of passes, so that a machine whose speed
 drifts hurts all policies alike.
 """
 
@@ -44,6 +44,8 @@ class Settings:
     device: str | None = None
     candidates: int | None = None
     """None: as many of the fixed set as fit into ``max_time_s``."""
+    alone_passes: int = 3
+    """Uncontended passes for each of the two alone times of a kernel."""
     max_time_s: float = 170.0
     seed: int = 0
 
@@ -175,8 +177,8 @@ def _select(agents: Agents, language: Language, settings: Settings, started_s: f
     parallel = min(settings.agents, len(os.sched_getaffinity(0)))
     together_s = block.elapsed_s / len(warm_up)
     # `none` and `region` take about as long as the warm-up, `command` as if it had one core; alone is timed
-    # twice after each. A third is kept back: the machine may slow down meanwhile.
-    one_s = 2.3 * together_s + together_s * parallel + 2 * len(_POLICIES) * alone_s
+    # in passes after each. A third is kept back: the machine may slow down meanwhile.
+    one_s = 2.3 * together_s + together_s * parallel + 2 * settings.alone_passes * len(_POLICIES) * alone_s
     left_s = settings.max_time_s - (time.monotonic() - started_s) - 8.0
     fitting = int(left_s * 0.67 / (settings.repetitions * one_s))
     return chosen(language, max(_FEWEST, min(fitting, len(variants(language)))))
@@ -191,8 +193,7 @@ def _repeat(
     for repetition in range(settings.repetitions):
         for policy in order.sample(_POLICIES, len(_POLICIES)):
             block = agents.tune(policy, selection, lambda _: None)
-            alone = agents.time_alone(backwards=False)
-            again = agents.time_alone(backwards=True)
+            alone, again = _alone_and_again(agents, settings.alone_passes)
             run = _run(block, repetition, alone, again)
             runs.append(run)
             blocks[policy] = block
@@ -203,16 +204,27 @@ def _repeat(
     return runs, blocks
 
 
-def _run(
-    block: Block, repetition: int, alone: Mapping[str, list[float]], again: Mapping[str, list[float]]
-) -> Run:
+def _alone_and_again(agents: Agents, passes: int) -> tuple[dict[str, float], dict[str, float]]:
+    """Two alone times of each kernel in seconds, from ``passes`` passes each: interleaved A B B A A B ...
+
+    Every other pass visits the notebooks in the opposite order, so that neither is always the first.
+    """
+    both: tuple[dict[str, list[float]], dict[str, list[float]]] = ({}, {})
+    for at in range(2 * passes):
+        for name, samples_s in agents.time_alone(backwards=at % 2 == 1).items():
+            both[(at + 1) // 2 % 2].setdefault(name, []).append(median(samples_s))
+    alone, again = ({name: median(values) for name, values in each.items()} for each in both)
+    return alone, again
+
+
+def _run(block: Block, repetition: int, alone: Mapping[str, float], again: Mapping[str, float]) -> Run:
     timings = tuple(
         Timing(
             task=trial.variant.task,
             name=trial.variant.name,
             loaded_s=median(trial.result["samples_s"]),
-            alone_s=median(alone[trial.variant.name]),
-            again_s=median(again[trial.variant.name]),
+            alone_s=alone[trial.variant.name],
+            again_s=again[trial.variant.name],
         )
         for trial in block.trials
         if trial.result["correct"]
