@@ -298,7 +298,7 @@ def test_a_device_that_is_not_there_is_named_with_those_that_are() -> None:
 # --- Real runs ----------------------------------------------------------------------------------------------
 
 COMMAND = (
-    "import argparse, sys; from krex_jupyter import demo; parser = argparse.ArgumentParser(); "
+    XX
     "demo.add_arguments(parser); sys.exit(demo.run(parser.parse_args()))"
 )
 

@@ -25,7 +25,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Run a benchmark: 0 if it ran, 1 if it could not, 3 without a coordinator, 130 on Ctrl-C."""
-    from ..errors import CoordinatorUnavailable, KrexError
+    from krex_jupyter.errors import CoordinatorUnavailable, KrexError
+
     from .overhead import measure_overhead
 
     progress = sys.stderr if args.json else sys.stdout

@@ -20,7 +20,7 @@ from typing import Self
 
 from jupyter_client.blocking.client import BlockingKernelClient
 
-from ..errors import KrexError
+from krex_jupyter.errors import KrexError
 
 _START_S = 60.0
 _END_S = 3.0

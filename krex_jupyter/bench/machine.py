@@ -7,7 +7,7 @@ import platform
 from pathlib import Path
 from typing import Any
 
-from .. import __version__
+from krex_jupyter import __version__
 
 
 def machine() -> dict[str, Any]:

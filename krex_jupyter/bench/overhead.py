@@ -17,8 +17,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
-from ..errors import KrexError
-from ..protocol import DeviceInfo
+from krex_jupyter.errors import KrexError
+from krex_jupyter.protocol import DeviceInfo
+
 from .kernels import Kernel
 from .machine import machine
 from .private import PrivateCoordinator, private_coordinator

@@ -26,7 +26,7 @@ def main() -> int:
 
 def measure(device: str, regions: int, spacing_s: float) -> dict[str, Any]:
     """Seconds for each region: by this process's clock, and the coordinator's own figures beside them."""
-    from ..runtime.region import exclusive
+    from krex_jupyter.runtime.region import exclusive
 
     clock = time.perf_counter
     with exclusive(device, label="first"):

@@ -16,9 +16,9 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..errors import KrexError
-from ..protocol import DeviceInfo, GetStatus, Hello, Status
-from ..runtime.client import Connection, next_request_id
+from krex_jupyter.errors import KrexError
+from krex_jupyter.protocol import DeviceInfo, GetStatus, Hello, Status
+from krex_jupyter.runtime.client import Connection, next_request_id
 
 _END_S = 3.0
 

@@ -53,7 +53,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Run it: 0 if it ran (whatever it found), 1 if it could not, 3 without a coordinator, 130 on Ctrl-C."""
-    from ..errors import CoordinatorUnavailable, KrexError
+    from krex_jupyter.errors import CoordinatorUnavailable, KrexError
+
     from .session import Settings, run_demo, write_files
     from .table import render
 

@@ -35,9 +35,9 @@ from typing import Any, Final, Self
 
 import websocket
 
-from ..errors import KrexError
-from ..protocol import DeviceInfo, End, GetStatus, Hello, Status
-from ..runtime.client import Connection, next_request_id
+from krex_jupyter.errors import KrexError
+from krex_jupyter.protocol import DeviceInfo, End, GetStatus, Hello, Status
+from krex_jupyter.runtime.client import Connection, next_request_id
 
 RESULT_TYPE: Final = "application/vnd.krex.demo.v1+json"
 """Mime type in which the notebooks show what they measured."""

@@ -19,8 +19,9 @@ from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
-from ..bench.machine import machine
-from ..protocol import DeviceInfo
+from krex_jupyter.bench.machine import machine
+from krex_jupyter.protocol import DeviceInfo
+
 from .agents import Agents, Block, Cells, Policy
 from .analysis import Analysis, PolicyResult, Run, Timing, analyse
 from .candidates import Language, Variant, chosen, variants
