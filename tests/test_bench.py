@@ -17,11 +17,6 @@ from krex_jupyter.bench import overhead
 
 from .left_overs import REPOSITORY, processes_that_mention
 
-COMMAND = (
-    "import argparse, sys; from krex_jupyter import bench; parser = argparse.ArgumentParser(); "
-    "bench.add_arguments(parser); sys.exit(bench.run(parser.parse_args()))"
-)
-
 
 def test_percentiles_are_nearest_ranks_in_milliseconds() -> None:
     assert overhead.percentiles_ms([value / 1e3 for value in range(1, 101)]) == {
@@ -57,8 +52,9 @@ def test_overhead_is_measured_with_real_kernels_and_nothing_is_left() -> None:
         process = subprocess.run(
             [
                 sys.executable,
-                "-c",
-                COMMAND,
+                "-m",
+                "krex_jupyter.app",
+                "bench",
                 "overhead",
                 "--siblings",
                 "2",

@@ -297,11 +297,6 @@ def test_a_device_that_is_not_there_is_named_with_those_that_are() -> None:
 
 # --- Real runs ----------------------------------------------------------------------------------------------
 
-COMMAND = (
-    XX
-    "demo.add_arguments(parser); sys.exit(demo.run(parser.parse_args()))"
-)
-
 
 @pytest.fixture
 def place() -> Iterator[Path]:
@@ -317,7 +312,7 @@ def place() -> Iterator[Path]:
 
 def start_demo(place: Path, *options: str) -> subprocess.Popen[str]:
     return subprocess.Popen(
-        [sys.executable, "-c", COMMAND, "--output", str(place), *options],
+        [sys.executable, "-m", "krex_jupyter.app", "demo", "--output", str(place), *options],
         env={**os.environ, "TMPDIR": str(place), "KREX_LOCK_DIR": str(place), "PYTHONPATH": str(REPOSITORY)},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
