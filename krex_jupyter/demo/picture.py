@@ -90,7 +90,8 @@ text { font: 12px system-ui, sans-serif; fill: #333; }
 </style>
 <defs>
 <pattern id="paused" width="6" height="6" patternUnits="userSpaceOnUse" patternTransform="rotate(45)">
-<rect width="2" height="6" fill="#888"/></pattern>
+<rect width="6" height="6" fill="#bdbdbd" fill-opacity="0.8"/>
+<rect width="2" height="6" fill="#666"/></pattern>
 <pattern id="waiting" width="4" height="4" patternUnits="userSpaceOnUse">
 <rect width="1.5" height="1.5" fill="#888"/></pattern>
 </defs>"""
