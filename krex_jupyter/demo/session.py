@@ -1,8 +1,8 @@
 """The demo from start to end: the device, the candidates, the blocks in order, then the verdict and files.
 
 Everything is interleaved: in each repetition every policy works through the same candidates, in random order,
-and right after each block the kernels it compiled are timed alone, in two interleaved sets of passes, so
-that a machine whose speed drifts hurts all policies alike.
+and right after each block the kernels it compiled are timed alone, in two interleaved sets of passes, so that
+a machine whose speed drifts hurts all policies alike.
 """
 
 from __future__ import annotations
