@@ -63,7 +63,7 @@ def run(args: argparse.Namespace) -> int:
         repetitions=2 if args.quick else args.repetitions,
         device=args.device,
         candidates=8 if args.quick and args.candidates is None else args.candidates,
-        alone_passes=1 if args.quick else 3,
+        alone_passes=3 if args.quick else 5,
         max_time_s=args.max_time,
         seed=args.seed,
     )

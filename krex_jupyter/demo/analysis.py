@@ -31,7 +31,11 @@ _CONFIDENCE = 0.95
 
 @dataclass(frozen=True)
 class Timing:
-    """One candidate, timed under load and twice alone (medians, seconds per call)."""
+    """One candidate in one repetition under one policy: seconds per call.
+
+    ``alone_s`` is the reference, pooled from several uncontended passes; ``loaded_s`` and ``again_s`` are what one
+    pass read, under load and without.
+    """
 
     task: str
     name: str
@@ -268,7 +272,7 @@ def alone_against_alone(timings: Iterable[Timing]) -> dict[str, float]:
 
 
 def uncontended_passes(runs: Sequence[Run]) -> list[dict[str, float]]:
-    """Every uncontended pass over the candidates: two per run."""
+    """Every uncontended reading of the candidates: two per run, each from passes of its own."""
     passes: list[dict[str, float]] = []
     for run in runs:
         passes.append({timing.name: timing.alone_s for timing in run.timings})

@@ -45,8 +45,8 @@ class Settings:
     device: str | None = None
     candidates: int | None = None
     """None: as many of the fixed set as fit into ``max_time_s``."""
-    alone_passes: int = 3
-    """Uncontended passes for each of the two alone times of a kernel."""
+    alone_passes: int = 5
+    """Uncontended passes after each block: one to compare, the others as the reference. At least 2."""
     max_time_s: float = 170.0
     seed: int = 0
 
@@ -179,7 +179,7 @@ def _select(agents: Agents, language: Language, settings: Settings, started_s: f
     together_s = block.elapsed_s / len(warm_up)
     # `none` and `region` take about as long as the warm-up, `command` as if it had one core; alone is timed
     # in passes after each. A third is kept back: the machine may slow down meanwhile.
-    one_s = 2.3 * together_s + together_s * parallel + 2 * settings.alone_passes * len(_POLICIES) * alone_s
+    one_s = 2.3 * together_s + together_s * parallel + settings.alone_passes * len(_POLICIES) * alone_s
     left_s = settings.max_time_s - (time.monotonic() - started_s) - 8.0
     fitting = int(left_s * 0.67 / (settings.repetitions * one_s))
     return chosen(language, max(_FEWEST, min(fitting, len(variants(language)))))
@@ -206,16 +206,19 @@ def _repeat(
 
 
 def _alone_and_again(agents: Agents, passes: int) -> tuple[dict[str, float], dict[str, float]]:
-    """Two alone times of each kernel in seconds, from ``passes`` passes each: interleaved A B B A A B ...
+    """Two uncontended times of each kernel, in seconds: a reference, and what one pass alone reads.
 
-    Every other pass visits the notebooks in the opposite order, so that neither is always the first.
+    The pass in the middle is held back; the reference is the median of the others, which surround it in time. So
+    alone against alone compares one pass with a pooled reference, just as inflation does: two pooled times
+    would agree better than anything that is measured once, and make every policy look bad beside them. Every
+    other pass visits the notebooks in the opposite order, so that none is always the first.
     """
-    both: tuple[dict[str, list[float]], dict[str, list[float]]] = ({}, {})
-    for at in range(2 * passes):
-        for name, samples_s in agents.time_alone(backwards=at % 2 == 1).items():
-            both[(at + 1) // 2 % 2].setdefault(name, []).append(median(samples_s))
-    alone, again = ({name: median(values) for name, values in each.items()} for each in both)
-    return alone, again
+    read = [
+        {name: median(samples_s) for name, samples_s in agents.time_alone(backwards=at % 2 == 1).items()}
+        for at in range(passes)
+    ]
+    again = read.pop(passes // 2)
+    return {name: median(one[name] for one in read) for name in again}, again
 
 
 def _run(block: Block, repetition: int, alone: Mapping[str, float], again: Mapping[str, float]) -> Run:

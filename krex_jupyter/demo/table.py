@@ -8,7 +8,7 @@ from statistics import fmean
 from .analysis import BANDS, Analysis, Band, PolicyResult
 
 _MEANING = {
-    "alone": "one kernel at a time, timed twice",
+    "alone": "one uncontended pass against the others",
     "none": "no coordination",
     "command": "a lock around the whole candidate",
     "region": "a region around the timed part",
