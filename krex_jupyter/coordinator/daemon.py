@@ -388,6 +388,7 @@ class Coordinator:
             connection.participant = participant
             if len(participant.connections) == 1:
                 self._tell_guardian(participant)
+                self._guard_late(participant)
         self._send(
             connection,
             Welcome(
@@ -428,6 +429,20 @@ class Coordinator:
             ),
             fds=(participant.pidfd,),
         )
+
+    def _guard_late(self, participant: Participant) -> None:
+        """Bring regions that had nobody to gate to the guardian, now that there is somebody."""
+        for region in self._regions.values():
+            if (
+                region.phase in ("granted", "held")
+                and not region.guarded
+                and region.cpu_policy != "share"
+                and region.participant is not participant
+                and not participant.protected
+            ):
+                region.guarded = True
+                self._send_enter(region, self._siblings_of(region))
+                self._guardian.send(StartLease(region_id=region.region_id))
 
     def _remove_participant(self, participant: Participant) -> None:
         """Its process ended, or it left."""
@@ -472,6 +487,7 @@ class Coordinator:
         participant.kernel_id = message.kernel_id or participant.kernel_id
         participant.notebook = message.notebook or participant.notebook
         self._tell_guardian(participant)
+        self._guard_late(participant)
         self._send(connection, Done(request_id=message.request_id))
         self._status_changed()
 
@@ -750,8 +766,15 @@ class Coordinator:
             self._grant(region, now_s)
             return
         region.guarded = True
-        self._beat_s = now_s
-        self._guardian.heard_s = max(self._guardian.heard_s, now_s)
+        self._send_enter(region, siblings)
+        self._timers.at(
+            now_s + _ENTER_BOUND_S,
+            lambda: self._guardian_lost("an entry took too long") if region.phase == "entering" else None,
+        )
+
+    def _send_enter(self, region: Region, siblings: tuple[SiblingRequest, ...]) -> None:
+        self._beat_s = time.monotonic()
+        self._guardian.heard_s = max(self._guardian.heard_s, self._beat_s)
         self._guardian.send(
             Enter(
                 region_id=region.region_id,
@@ -766,10 +789,6 @@ class Coordinator:
                 max_hold_s=region.max_hold_s,
                 driver_lock=self._driver_lock,
             )
-        )
-        self._timers.at(
-            now_s + _ENTER_BOUND_S,
-            lambda: self._guardian_lost("an entry took too long") if region.phase == "entering" else None,
         )
 
     def _siblings_of(self, region: Region) -> tuple[SiblingRequest, ...]:
@@ -821,6 +840,11 @@ class Coordinator:
 
     def _on_entered(self, message: Entered) -> None:
         region = self._regions.get(message.region_id)
+        if region is not None and region.phase in ("granted", "held") and not message.error:
+            # Somebody appeared during a region that had nobody to gate until then.
+            region.siblings += message.siblings
+            self._arbiter.note_gated(region.region_id, time.monotonic(), frozen=region.frozen)
+            self._watch_for_stuck_owner()
         if region is None or region.phase != "entering":
             return
         if message.error:

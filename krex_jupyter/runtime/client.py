@@ -255,7 +255,9 @@ class _Presence:
         self.hello = Hello(label=_default_label(), notebook=os.environ.get("JPY_SESSION_NAME", ""))
         self.connection: Connection | None = None
         self.held = 0
-        """Regions held now; while there are any, the coordinator is pinged."""
+        """Regions held now; while there are any, a coordinator that dies is replaced at once."""
+        self.gating = 0
+        """Those of them that gate somebody; while there are any, the coordinator is pinged."""
         self.guard = threading.RLock()
         self._wake_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._thread: threading.Thread | None = None
@@ -302,8 +304,8 @@ class _Presence:
             if connection is not None:
                 poller.register(connection, select.POLLIN)
             now_s = time.monotonic()
-            if not self.held:
-                # Outside regions: nothing to do until something arrives.
+            if not self.gating:
+                # Nobody stands still because of this process: nothing to do until something arrives.
                 pinged_s, wait_s = None, None
             elif pinged_s is not None:
                 wait_s = max(pinged_s + _PING_LATE_S - now_s, 0.0)
@@ -324,11 +326,11 @@ class _Presence:
                 if connection.fileno() in ready:
                     if isinstance(connection.receive_now(), Pong):
                         pinged_s = None
-                elif self.held and pinged_s is not None and time.monotonic() >= pinged_s + _PING_LATE_S:
+                elif self.gating and pinged_s is not None and time.monotonic() >= pinged_s + _PING_LATE_S:
                     end_stopped_coordinator(connection.welcome.coordinator_pid)
                     self._replace(connection)
                     pinged_s = None
-                elif self.held and pinged_s is None and time.monotonic() >= next_ping_s:
+                elif self.gating and pinged_s is None and time.monotonic() >= next_ping_s:
                     connection.send(Ping(request_id=next_request_id()))
                     pinged_s = time.monotonic()
             except CoordinatorUnavailable:
