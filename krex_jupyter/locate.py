@@ -7,8 +7,12 @@ is". ``KREX_SOCKET`` overrides it, for tests and for administrators.
 
 from __future__ import annotations
 
+import contextlib
 import os
+import socket
 import stat
+import struct
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -19,6 +23,10 @@ SOCKET_NAME = "krex.sock"
 SYSTEM_DIRECTORY = Path("/run/krex")
 
 _LOCAL_FILE_SYSTEMS = frozenset({"tmpfs", "ramfs", "ext2", "ext3", "ext4", "xfs", "btrfs", "overlay", "zfs", "f2fs"})
+
+_LONGEST_ADDRESS_BYTES = 107
+_CONNECT_S = 2.0
+"""A listener whose backlog stays full for so long is stopped or dead."""
 
 
 @dataclass(frozen=True)
@@ -110,6 +118,43 @@ def checked_directory(directory: Path, uid: int) -> Path:
     finally:
         os.close(fd)
     return directory
+
+
+def connect(path: Path) -> socket.socket:
+    """A blocking connection to the coordinator's socket; raises `OSError` where nobody listens.
+
+    Raises:
+        CoordinatorUnavailable: the one who listens is neither this user nor root.
+    """
+    connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
+    connection.settimeout(_CONNECT_S)
+    try:
+        with short_address(path) as address:
+            connection.connect(address)
+        connection.settimeout(None)
+        pid, uid, _ = struct.unpack("3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
+        if uid not in (0, os.getuid()):
+            raise CoordinatorUnavailable(
+                f"The process that answers at {path} (pid {pid}) belongs to uid {uid}, not to you or root. "
+                f"It is not trusted. Remove that socket, or set KREX_SOCKET to a path of yours."
+            )
+    except BaseException:
+        connection.close()
+        raise
+    return connection
+
+
+@contextlib.contextmanager
+def short_address(path: Path) -> Iterator[str]:
+    """A name of ``path`` that fits a Unix socket address (107 bytes), for as long as the context lasts."""
+    if len(os.fsencode(path)) <= _LONGEST_ADDRESS_BYTES:
+        yield str(path)
+        return
+    fd = os.open(path.parent, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        yield f"/proc/self/fd/{fd}/{path.name}"
+    finally:
+        os.close(fd)
 
 
 def _owned_by_root(socket: Path) -> bool:

@@ -105,8 +105,8 @@ class GuardianAudit(Part, kw_only=True):
     observed_cpu_s: dict[int, float] = {}
     """CPU seconds of observed processes during the region, by pid."""
     released_for_signal: tuple[int, ...] = ()
-    new_processes: tuple[int, ...] = ()
-    """Descendants of siblings that appeared during the region and are not gated."""
+    joined_late: tuple[SiblingReport, ...] = ()
+    """Participants that appeared during the region and were gated then."""
 
 
 class DeviceEvidence(Part, kw_only=True):
@@ -517,6 +517,12 @@ class Watch(Message, kw_only=True, tag="watch"):
     """Not empty: reserved cores that this participant's threads are to stay off, from now on."""
 
 
+class Waits(Message, kw_only=True, tag="waits"):
+    """A participant began to wait for its region: what CPU it uses from now on tells whether it truly waits."""
+
+    process: ProcessRef
+
+
 class Forget(Message, kw_only=True, tag="forget"):
     """A watched process is gone or left."""
 
@@ -529,7 +535,7 @@ class SiblingRequest(Part, kw_only=True):
     process: ProcessRef
     holds_region: bool = False
     waiting: bool = False
-    """Blocked in our client: locked, but frozen only if it uses CPU nevertheless."""
+    """Blocked in our client (`Waits` was sent): locked, but frozen only if it uses CPU nevertheless."""
     counts: bool = True
     """False: registered, but not a participant by the configured rule; it is observed."""
     contexts: tuple[str, ...] | None = None
@@ -549,6 +555,8 @@ class Enter(Message, kw_only=True, tag="enter"):
     peers: tuple[int, ...]
     siblings: tuple[SiblingRequest, ...]
     max_hold_s: float
+    driver_lock: bool
+    """The driver's lock was probed and works here."""
 
 
 class Entered(Message, kw_only=True, tag="entered"):
@@ -612,7 +620,7 @@ class Undone(Message, kw_only=True, tag="undone"):
     """The guardian undid a region unasked: its deadline passed, or its owner died."""
 
     region_id: str
-    code: Literal["max_hold", "owner_died", "owner_stuck"]
+    code: Literal["max_hold", "owner_died", "coordinator_late"]
     detail: str
 
 
@@ -628,8 +636,6 @@ class Ready(Message, kw_only=True, tag="ready"):
     pid: int
     replayed: int
     """Processes it had to set free."""
-    driver_lock: str = ""
-    """Empty: the driver lock works here; else why it does not."""
 
 
 class Warned(Message, kw_only=True, tag="warned"):
@@ -638,7 +644,7 @@ class Warned(Message, kw_only=True, tag="warned"):
     detail: str
 
 
-ToGuardian: TypeAlias = Watch | Forget | Enter | StartLease | Audit | Leave | Spare | Heartbeat
+ToGuardian: TypeAlias = Watch | Waits | Forget | Enter | StartLease | Audit | Leave | Spare | Heartbeat
 FromGuardian: TypeAlias = Ready | Entered | Audited | Left | Spared | Undone | Heartbeat | Warned
 
 

@@ -1,0 +1,1 @@
+"""Acting on processes: what to gate (`plan.py`), and doing and undoing it (`guardian.py`)."""

@@ -1,0 +1,322 @@
+"""Doing and undoing: which processes are locked or frozen now, and for which regions.
+
+The order per process is forced by two facts about the driver and the kernel:
+
+    lock  →  freeze  →  …  →  thaw  →  unlock
+
+* A lock is answered by the driver's own thread inside the sibling. A stopped process cannot answer, and the call
+  then hangs past its time-out. So nothing is locked or unlocked while it stands still.
+* The lock returns once the sibling's submitted work is done, and blocks what comes after. Freezing first would
+  leave queued kernels running behind a process that looks quiet.
+
+A process stays gated as long as any region gates it (`Gated.regions`). At a hand-off the next region enters
+before the last one leaves, so siblings of both are not touched at all and only the owners change places.
+
+Driver calls block, so they run on worker threads; every record belongs to the main thread. Calls for one process
+are serialised by its ``turn``, because an unlock may still be under way when the next region wants the lock.
+
+This module knows no leases, owners or messages: that is `guardian.py`.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+
+from krex_jupyter.protocol import ProcessRef
+from krex_jupyter.workers import Workers
+from .driver_lock import DriverLock, meaning
+from .freezer import freeze, resume, wait_running
+from .journal import Act, Journal, State
+from .processes import ProcessHandle
+from .scanner import Scanner
+
+
+LOCK_S = 5.0
+"""Longest wait for a sibling's submitted work to finish."""
+FREEZE_S = 0.5
+VERIFY_S = 0.2
+
+_SLICE_S = 0.4
+"""One lock call. An abandoned region waits for the end of a slice only, and its siblings are free within 1 s."""
+
+RC_OK = 0
+RC_NO_CONTEXT = 3
+RC_GONE = 304
+RC_NOT_AS_EXPECTED = 401
+RC_NOT_READY = 600
+RC_STOPPED = -1
+"""Ours, not the driver's: the process was stopped, so that the call was not made."""
+
+Locked = Callable[["Gated", int, float], None]
+"""Called with the process, the driver's answer and the seconds that took."""
+
+
+@dataclass(eq=False, slots=True)
+class Gated:
+    """A process that something is, or is about to be, done to."""
+
+    handle: ProcessHandle
+    regions: set[str] = field(default_factory=set)
+    locked: bool = False
+    frozen: bool = False
+    calls: int = 0
+    """Driver calls under way or queued."""
+    waiting: list[Locked] = field(default_factory=list)
+    """Who wants to know when the lock call under way returns."""
+    turn: threading.Lock = field(default_factory=threading.Lock)
+
+
+class Gates:
+    """Every gated process of this guardian."""
+
+    def __init__(
+        self,
+        journal: Journal,
+        driver: DriverLock,
+        workers: Workers,
+        scanner: Scanner,
+        warn: Callable[[str], None],
+        beat: Callable[[], None],
+    ) -> None:
+        self._journal = journal
+        self._driver = driver
+        self._workers = workers
+        self._scanner = scanner
+        self._warn = warn
+        self._beat = beat
+        self._gated: dict[int, Gated] = {}
+
+    @property
+    def empty(self) -> bool:
+        """Nothing is gated, and no driver call is under way."""
+        return not self._gated
+
+    def get(self, pid: int) -> Gated | None:
+        """The record of a gated process."""
+        return self._gated.get(pid)
+
+    def of_root(self, root: int) -> list[Gated]:
+        """Gated members of a participant, itself included."""
+        return [
+            gated for pid, gated in self._gated.items() if pid == root or self._scanner.member_of.get(pid) == root
+        ]
+
+    def hold(self, pid: int, region_id: str) -> Gated | None:
+        """The record of ``pid``, now wanted by the region; None where the process is gone."""
+        gated = self._gated.get(pid)
+        if gated is None:
+            known = self._scanner.handles.get(pid)
+            try:
+                # A handle of its own: the scanner may drop its one while the process is gated.
+                handle = ProcessHandle.open(pid)
+            except ProcessLookupError:
+                return None
+            if known is not None and known.process != handle.process:
+                handle.close()
+                return None
+            gated = self._gated[pid] = Gated(handle)
+        gated.regions.add(region_id)
+        return gated
+
+    # --- Doing -----------------------------------------------------------------------------------------------
+
+    def lock(self, wanted: list[Gated], region_id: str, done: Locked) -> None:
+        """Lock processes in parallel; ``done`` is called for each, later, on the main thread.
+
+        Raises `OSError` where the journal cannot be written; then nothing was done.
+        """
+        self._journal.write("lock", "intent", [gated.handle.process for gated in wanted], region_id)
+        # Nothing is locked while it stands still: what another region froze runs for the moment of the lock.
+        self._thaw([gated for gated in wanted if gated.frozen])
+        for gated in wanted:
+            gated.waiting.append(done)
+            if len(gated.waiting) == 1:
+                self._call(gated, self._lock_one)
+
+    def freeze(
+        self,
+        wanted: list[Gated],
+        region_id: str,
+        adopt: Callable[[ProcessHandle], bool],
+    ) -> tuple[list[tuple[Gated, str]], float]:
+        """Freeze processes and what they bear meanwhile; returns the refused ones with the reason, and the
+        seconds spent on proving that the others stand still.
+
+        ``adopt`` is asked for every newborn process whether it is to be frozen too. Raises `OSError` where the
+        journal cannot be written; what was frozen before that is undone by releasing the region.
+        """
+
+        def announce(handles: list[ProcessHandle]) -> None:
+            self._journal.write("freeze", "intent", [handle.process for handle in handles], region_id)
+            for handle in handles:
+                gated = self.hold(handle.pid, region_id)
+                if gated is not None:
+                    gated.frozen = True
+
+        def newborn(parents: list[ProcessHandle]) -> list[ProcessHandle]:
+            return [handle for handle in self._scanner.discover(parents) if adopt(handle)]
+
+        result = freeze(
+            [gated.handle for gated in wanted if not gated.frozen],
+            announce=announce,
+            newborn=newborn,
+            freeze_s=FREEZE_S,
+            verify_s=VERIFY_S,
+            beat=self._beat,
+        )
+        refused: list[tuple[Gated, str]] = []
+        for handle, why in result.refused:
+            gated = self.hold(handle.pid, region_id)
+            if gated is not None:
+                gated.frozen = False
+                refused.append((gated, why))
+        if refused:
+            self._note("freeze", "undone", [gated.handle.process for gated, _ in refused])
+        return refused, result.verify_s
+
+    def _lock_one(self, gated: Gated) -> Callable[[], None]:
+        """On a worker: lock one process, in slices, until done, refused, late, or wanted by nobody."""
+        started_s = time.monotonic()
+        rc = RC_NOT_READY
+        while rc == RC_NOT_READY and gated.regions:
+            left_s = LOCK_S - (time.monotonic() - started_s)
+            if left_s <= 0:
+                break
+            stat = gated.handle.stat()
+            if stat is None:
+                rc = RC_GONE
+            elif stat.stopped:
+                rc = RC_STOPPED
+            else:
+                rc = self._driver.lock(gated.handle.pid, min(left_s, _SLICE_S))
+        drain_s = time.monotonic() - started_s
+        return lambda: self._on_locked(gated, rc, drain_s)
+
+    def _on_locked(self, gated: Gated, rc: int, drain_s: float) -> None:
+        if rc == RC_NOT_READY and drain_s < LOCK_S and gated.regions:
+            # It had given up because nobody wanted it any more; meanwhile another region does.
+            self._call(gated, self._lock_one)
+            return
+        waiting, gated.waiting = gated.waiting, []
+        gated.locked = rc == RC_OK
+        if rc != RC_OK:
+            self._note("lock", "failed", [gated.handle.process])
+        for done in waiting:
+            done(gated, rc, drain_s)
+        if not gated.regions:
+            self.free([gated])
+
+    # --- Undoing -----------------------------------------------------------------------------------------------
+
+    def release(self, region_id: str) -> None:
+        """The region gates nobody any more; what no other region gates goes on."""
+        freed: list[Gated] = []
+        for gated in self._gated.values():
+            if region_id in gated.regions:
+                gated.regions.discard(region_id)
+                if not gated.regions:
+                    freed.append(gated)
+        self.free(freed)
+
+    def drop(self, gated: Gated, region_id: str) -> None:
+        """One process is not gated for one region any more."""
+        gated.regions.discard(region_id)
+        if not gated.regions:
+            self.free([gated])
+
+    def free(self, wanted: list[Gated], then: Callable[[], None] = lambda: None) -> None:
+        """Thaw, see running, then unlock, whatever regions they were gated for.
+
+        ``then`` is called once they all run freely: at once, or later where a driver call has to return first.
+        """
+        for gated in wanted:
+            gated.regions.clear()
+        self._thaw([gated for gated in wanted if gated.frozen])
+        locked = [gated for gated in wanted if gated.locked]
+        left = len(locked)
+
+        def one_less() -> None:
+            nonlocal left
+            left -= 1
+            if left == 0:
+                then()
+
+        for gated in locked:
+            gated.locked = False
+            self._call(gated, lambda gated: self._unlock_one(gated, one_less))
+        for gated in wanted:
+            self._forget(gated)
+        if not locked:
+            then()
+
+    def _thaw(self, frozen: list[Gated]) -> None:
+        if not frozen:
+            return
+        # A terminal's shell was stopped first and goes on last, so that it never sees its job stopped.
+        for gated in reversed(frozen):
+            resume(gated.handle)
+            gated.frozen = False
+        wait_running([gated.handle for gated in frozen], VERIFY_S)
+        self._note("freeze", "undone", [gated.handle.process for gated in frozen])
+
+    def _unlock_one(self, gated: Gated, then: Callable[[], None]) -> Callable[[], None]:
+        """On a worker: unlock one process that runs."""
+        rc = self._driver.unlock(gated.handle.pid)
+        return lambda: self._on_unlocked(gated, rc, then)
+
+    def _on_unlocked(self, gated: Gated, rc: int, then: Callable[[], None]) -> None:
+        if rc in (RC_OK, RC_GONE, RC_NOT_AS_EXPECTED, RC_NO_CONTEXT) or gated.handle.stat() is None:
+            self._note("lock", "undone", [gated.handle.process])
+        else:
+            self._warn(f"process {gated.handle.pid} could not be unlocked: {meaning(rc)}. Run: krex thaw")
+        then()
+
+    # --- Bookkeeping ---------------------------------------------------------------------------------------------
+
+    def still_locked(self, gated: Gated) -> bool:
+        """Asks the driver; a process that is gone disturbs nobody and counts as locked."""
+        stat = gated.handle.stat()
+        if stat is None:
+            return True
+        if stat.stopped:
+            # The driver's answer would hang, and what stands still cannot have unlocked itself.
+            return gated.locked
+        rc, state = self._driver.state(gated.handle.pid)
+        return rc == RC_OK and state == 1
+
+    def _call(self, gated: Gated, work: Callable[[Gated], Callable[[], None]]) -> None:
+        """Run a driver call for one process on a worker, after those already under way for it."""
+        gated.calls += 1
+
+        def on_worker() -> None:
+            with gated.turn:
+                reaction = work(gated)
+
+            def on_main() -> None:
+                gated.calls -= 1
+                reaction()
+                self._forget(gated)
+
+            self._workers.post(on_main)
+
+        self._workers.submit(on_worker)
+
+    def _forget(self, gated: Gated) -> None:
+        """Drop the record of a process that nothing is done to any more."""
+        if gated.regions or gated.frozen or gated.locked or gated.calls:
+            return
+        if self._gated.get(gated.handle.pid) is gated:
+            del self._gated[gated.handle.pid]
+            gated.handle.close()
+        if not self._gated:
+            self._journal.clear()
+
+    def _note(self, act: Act, state: State, processes: Iterable[ProcessRef]) -> None:
+        """Record what was undone. A failure is harmless: a replay then undoes it once more."""
+        try:
+            self._journal.write(act, state, processes)
+        except OSError as error:
+            self._warn(f"the journal cannot be written: {error}")

@@ -1,0 +1,205 @@
+"""What is done to whom for one region: a pure decision over a snapshot of processes.
+
+The guardian takes the snapshot and carries the plan out. Rules are those of ENFORCEMENT.md; what must never
+happen (a protected process in a plan, a process frozen that was stopped already) is decided here, so that it can
+be tested without a single signal.
+
+Words: a *root* is a participant's process. Its *members* are the root, its descendants as far as no other root
+is met, and, where the root leads a session (a kernel does), the members of that session: `!busy &` in a notebook
+has parent 1 but still the kernel's session.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from krex_jupyter.protocol import EffectiveCpuPolicy, Gate, Vendor
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessView:
+    """What the plan needs to know of a process (`/proc/PID/stat`, `status`, `maps`)."""
+
+    pid: int
+    parent: int
+    session: int
+    uids: tuple[int, ...]
+    """Real, effective, saved."""
+    stopped: bool = False
+    """In state T, and not by us."""
+    traced: bool = False
+    libcuda: bool = True
+    """libcuda is mapped, or may be: unknown counts as mapped."""
+    foreground: bool = False
+    """It is in the foreground group of a controlling terminal."""
+
+    def running(self) -> ProcessView:
+        """The same of a process that is stopped by us, not by somebody else."""
+        return replace(self, stopped=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Root:
+    """A participant other than the owner."""
+
+    pid: int
+    uid: int
+    holds_region: bool = False
+    waiting: bool = False
+    """Blocked in our client and using no CPU."""
+    counts: bool = True
+    contexts: frozenset[str] | None = None
+    """Devices it has contexts on; None: unknown."""
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """The region that a plan is for."""
+
+    owner: int
+    devices: tuple[str, ...]
+    vendor: Vendor
+    cpu_policy: EffectiveCpuPolicy
+    driver_lock: bool
+    """The driver can lock, and a probe showed it."""
+    protected: frozenset[int] = frozenset()
+    peers: frozenset[int] = frozenset()
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """What is done to one process."""
+
+    pid: int
+    root: int
+    gate: Gate
+    lock: bool = False
+    freeze: Literal["no", "yes", "without_context"] = "no"
+    """``without_context``: only where the lock answers that the process has no context (rc 3)."""
+    reason: str = ""
+    """Why it is only observed, or why it is not frozen."""
+
+
+def members(processes: Mapping[int, ProcessView], roots: Iterable[int]) -> dict[int, int]:
+    """Which root each process belongs to; processes that belong to none are left out."""
+    known_roots = set(roots)
+    children: dict[int, list[int]] = defaultdict(list)
+    for view in processes.values():
+        children[view.parent].append(view.pid)
+    belongs: dict[int, int] = {}
+    leaders = {pid for pid in known_roots if pid in processes and processes[pid].session == pid}
+    # Descent first, nearest root wins; the session only claims what descent did not.
+    for root in known_roots:
+        if root not in processes:
+            continue
+        pending = [root]
+        while pending:
+            pid = pending.pop()
+            if pid in belongs:
+                continue
+            belongs[pid] = root
+            pending += [child for child in children[pid] if child not in known_roots]
+    for view in processes.values():
+        if view.pid not in belongs and view.session in leaders:
+            belongs[view.pid] = view.session
+    return belongs
+
+
+def ancestors(processes: Mapping[int, ProcessView], pid: int) -> set[int]:
+    """The chain of parents of ``pid``, itself not included."""
+    found: set[int] = set()
+    view = processes.get(pid)
+    while view is not None and view.parent not in found and view.parent != pid:
+        found.add(view.parent)
+        view = processes.get(view.parent)
+    return found
+
+
+def plan(request: Request, roots: Iterable[Root], processes: Mapping[int, ProcessView]) -> tuple[Step, ...]:
+    """The steps for ``request``, in the order in which processes are frozen (a terminal's shell first).
+
+    ``roots`` are the participants other than the owner; members of the owner are never part of a plan.
+    """
+    by_pid = {root.pid: root for root in roots if root.pid != request.owner}
+    belongs = members(processes, {*by_pid, request.owner})
+    untouchable = request.protected | request.peers | {request.owner}
+    above_owner = ancestors(processes, request.owner)
+    steps: dict[int, Step] = {}
+    shells: dict[int, Step] = {}
+    for pid, root_pid in belongs.items():
+        if root_pid == request.owner or pid in untouchable or root_pid in request.peers:
+            continue
+        root, view = by_pid[root_pid], processes[pid]
+        if root_pid in request.protected:
+            continue
+        step = _step(request, root, view, above_owner=pid in above_owner)
+        if step.freeze != "no" and view.foreground:
+            shell = _job_control_shell(processes, view)
+            if shell is not None and shell not in belongs:
+                refused = _why_not_touched(processes[shell], root.uid)
+                if shell in untouchable or shell in above_owner or refused:
+                    step = Step(
+                        pid,
+                        root_pid,
+                        "observe",
+                        reason=f"it runs in the foreground of a terminal whose shell (pid {shell}) must not stop",
+                    )
+                else:
+                    shells[shell] = Step(shell, root_pid, "freeze", freeze="yes")
+        steps[pid] = step
+    return (*shells.values(), *steps.values())
+
+
+def _step(request: Request, root: Root, view: ProcessView, *, above_owner: bool) -> Step:
+    """What is done to one member, by the first rule that applies."""
+
+    def observe(reason: str) -> Step:
+        return Step(view.pid, root.pid, "observe", reason=reason)
+
+    if above_owner:
+        return observe("it is an ancestor of the region's owner")
+    if root.holds_region:
+        return observe("it holds a region on another device")
+    if not root.counts:
+        return observe("it never joined, and the configuration does not count it as a participant")
+    refused = _why_not_touched(view, root.uid)
+    if refused:
+        return observe(refused)
+    on_gpu = request.vendor != "cpu"
+    if on_gpu and root.contexts is not None and len(root.contexts) > 1:
+        return observe("it uses several GPUs; locking one rank of a collective would hang the others")
+    lock = (
+        request.vendor == "nvidia"
+        and request.driver_lock
+        and view.libcuda
+        and (root.contexts is None or not root.contexts or bool(root.contexts & set(request.devices)))
+    )
+    frozen = request.cpu_policy == "freeze" and not (root.waiting and view.pid == root.pid)
+    if frozen:
+        return Step(view.pid, root.pid, "driver-lock" if lock else "freeze", lock=lock, freeze="yes")
+    if lock:
+        # A process without a context could create one: it is frozen instead, unless nobody may be frozen.
+        alone = "without_context" if request.cpu_policy == "isolate" else "no"
+        return Step(view.pid, root.pid, "driver-lock", lock=True, freeze=alone)
+    if request.cpu_policy == "freeze":
+        return observe("it waits for its own region and uses no CPU")
+    return observe("" if on_gpu else "cpu='share' gates nobody")
+
+
+def _why_not_touched(view: ProcessView, uid: int) -> str:
+    """Why a process must not be stopped by us, as a clause; empty where it may."""
+    if view.traced:
+        return "a debugger traces it"
+    if view.stopped:
+        return "it was stopped already"
+    if any(found != uid for found in view.uids):
+        return f"it runs as uid {view.uids[0]}/{view.uids[1]}, its participant as uid {uid}"
+    return ""
+
+
+def _job_control_shell(processes: Mapping[int, ProcessView], view: ProcessView) -> int | None:
+    """The shell that would see this process stop and take its terminal back: the leader of its session."""
+    return view.session if view.session != view.pid and view.session in processes else None
