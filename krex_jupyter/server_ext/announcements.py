@@ -14,7 +14,8 @@ from typing import Any
 from jupyter_server._tz import utcnow
 from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge
 
-from ..protocol import Event, RegionReport, Status
+from krex_jupyter.protocol import Event, RegionReport, Status
+
 from .connection import Change, Unavailable
 
 SCHEMA_DIRECTORY = Path(__file__).parent / "events"

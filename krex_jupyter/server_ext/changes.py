@@ -10,7 +10,8 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 
-from ..protocol import Status
+from krex_jupyter.protocol import Status
+
 from .connection import Change, Unavailable
 
 

@@ -31,10 +31,10 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, TypeAlias, cast
 
-from .. import wire
-from ..errors import CoordinatorUnavailable, KrexError
-from ..locate import Location, location
-from ..protocol import (
+from krex_jupyter import wire
+from krex_jupyter.errors import CoordinatorUnavailable, KrexError
+from krex_jupyter.locate import Location, location, short_address
+from krex_jupyter.protocol import (
     Event,
     Failed,
     FromCoordinator,
@@ -46,6 +46,7 @@ from ..protocol import (
     Subscribe,
     Welcome,
 )
+
 from .processes import Process, peer_process, peer_uid
 
 ANSWER_LIMIT_S = 1.0
@@ -654,7 +655,8 @@ async def _connect(place: Location) -> socket.socket:
     )
     try:
         deadline_s = time.monotonic() + CONNECT_LIMIT_S
-        while (outcome := _try_connect(connection, place)) == errno.EAGAIN and time.monotonic() < deadline_s:
+        # Nothing tells when the backlog has room.
+        while (outcome := _try_connect(connection, place)) == errno.EAGAIN and time.monotonic() < deadline_s:  # noqa: ASYNC110
             await asyncio.sleep(0.02)
     except BaseException:
         connection.close()
@@ -672,17 +674,13 @@ async def _connect(place: Location) -> socket.socket:
 
 def _try_connect(connection: socket.socket, place: Location) -> int:
     """0, or the error number; EAGAIN means that the backlog is full: a stopped coordinator, or a rush of clients."""
-    directory = os.open(place.directory, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        # Through a descriptor: a socket's address has room for 107 bytes, a path may be longer.
-        return connection.connect_ex(f"/proc/self/fd/{directory}/{place.socket.name}")
-    finally:
-        os.close(directory)
+    with short_address(place.socket) as address:
+        return connection.connect_ex(address)
 
 
 def _start_coordinator(place: Location) -> None:
     # Imported here: most servers find a coordinator running and never need the launcher.
-    from ..launch import start_coordinator
+    from krex_jupyter.launch import start_coordinator
 
     start_coordinator(place, timeout_s=START_LIMIT_S)
 

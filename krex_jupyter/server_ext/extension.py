@@ -15,8 +15,9 @@ from jupyter_client.provisioning.factory import KernelProvisionerFactory
 from jupyter_server.extension.application import ExtensionApp
 from traitlets import Bool, Float, Int
 
-from .. import errors
-from ..protocol import Event, FromCoordinator
+from krex_jupyter import errors
+from krex_jupyter.protocol import Event, FromCoordinator
+
 from . import announcements, provisioner, routes
 from .changes import ChangeQueue
 from .connection import Change, Link, set_active_link

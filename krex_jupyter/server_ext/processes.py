@@ -15,6 +15,8 @@ import struct
 from dataclasses import dataclass
 from pathlib import Path
 
+from krex_jupyter.identity import pid_of, read_stat
+
 _SO_PEERPIDFD = 77
 """`include/uapi/asm-generic/socket.h`; Python has no constant for it. Linux 6.5."""
 _PEER_CREDENTIALS = struct.Struct("3i")
@@ -53,28 +55,14 @@ class Process:
     @property
     def state(self) -> str:
         """The letter of `/proc/PID/stat` (``T`` is stopped); empty once it ended."""
-        try:
-            after_name = (
-                Path(f"/proc/{self.pid}/stat")
-                .read_text(encoding="utf-8", errors="replace")
-                .rpartition(")")[2]
-            )
-        except OSError:
-            return ""
-        return "" if self.has_exited else after_name.split()[0]
+        stat = read_stat(self.pid)
+        return "" if stat is None or self.has_exited else stat.state
 
     @property
     def parent_pid(self) -> int:
         """Pid of its parent; 0 once it ended."""
-        try:
-            after_name = (
-                Path(f"/proc/{self.pid}/stat")
-                .read_text(encoding="utf-8", errors="replace")
-                .rpartition(")")[2]
-            )
-        except OSError:
-            return 0
-        return 0 if self.has_exited else int(after_name.split()[1])
+        stat = read_stat(self.pid)
+        return 0 if stat is None or self.has_exited else stat.parent
 
     @property
     def uids(self) -> frozenset[int]:
@@ -122,16 +110,8 @@ def peer_process(connection: socket.socket) -> Process | None:
         fd = connection.getsockopt(socket.SOL_SOCKET, _SO_PEERPIDFD)
     except OSError:
         return Process.open(pid) if pid > 0 else None
-    process = Process(_pid_of(fd), fd)
+    process = Process(pid_of(fd), fd)
     if process.pid <= 0:
         process.close()
         return None
     return process
-
-
-def _pid_of(fd: int) -> int:
-    """Pid of a pidfd in this pid namespace; below 1 where the process was reaped or is not visible here."""
-    for line in Path(f"/proc/self/fdinfo/{fd}").read_text(encoding="utf-8").splitlines():
-        if line.startswith("Pid:"):
-            return int(line.split()[1])
-    return -1

@@ -16,9 +16,7 @@ from __future__ import annotations
 import asyncio
 import ctypes
 import functools
-import os
 import signal
-import socket
 import sys
 import threading
 import time
@@ -30,13 +28,14 @@ from typing import Any
 
 from jupyter_client.provisioning.local_provisioner import LocalProvisioner
 
-from .. import wire
-from ..errors import KrexError
-from ..locate import location
-from ..protocol import Hello, Ungate
+from krex_jupyter import wire
+from krex_jupyter.errors import KrexError
+from krex_jupyter.locate import connect, location
+from krex_jupyter.protocol import Hello, Ungate
+
 from .connection import KernelRecord, Link, active_link
 from .kernels import label_for, notebook_path
-from .processes import Process, peer_uid
+from .processes import Process
 
 NAME = "krex-provisioner"
 THAW_LIMIT_S = 0.5
@@ -156,16 +155,8 @@ def thaw_by_short_connection(pid: int, why: str, limit_s: float) -> bool:
     deadline_s = time.monotonic() + limit_s
     codec = wire.client_side()
     try:
-        place = location()
-        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection:
+        with connect(location().socket) as connection:
             connection.settimeout(limit_s)
-            directory = os.open(place.directory, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
-            try:
-                connection.connect(f"/proc/self/fd/{directory}/{place.socket.name}")
-            finally:
-                os.close(directory)
-            if peer_uid(connection) not in {0, os.getuid()}:
-                return False
             for message in (Hello(role="viewer", label="signal"), Ungate(request_id=1, pid=pid, why=why)):
                 for packet in codec.packets(message):
                     connection.send(packet)

@@ -19,8 +19,18 @@ from jupyter_server.base.handlers import APIHandler, JupyterHandler
 from jupyter_server.base.websocket import WebSocketMixin
 from tornado import web, websocket
 
-from ..errors import CoordinatorUnavailable
-from ..protocol import End, GetHistory, GetReport, GetStatus, HolderStatus, RegionReport, Status, WaiterStatus
+from krex_jupyter.errors import CoordinatorUnavailable
+from krex_jupyter.protocol import (
+    End,
+    GetHistory,
+    GetReport,
+    GetStatus,
+    HolderStatus,
+    RegionReport,
+    Status,
+    WaiterStatus,
+)
+
 from .changes import ChangeQueue
 from .connection import Refused, Unavailable
 

@@ -7,9 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from server_ext_waiting import eventually
 from tornado.httpclient import HTTPClientError
 from traitlets.config import Config
+
+from .waiting import eventually
 
 
 @pytest.fixture
