@@ -72,7 +72,7 @@ STEADY_S = 5.0
 
 _MAX_PACKETS_PER_READ = 64
 _MAX_QUEUED_PACKETS = 1024
-_COMMAND_MARK = "krex_jupyter"
+_OUR_MODULES = ("krex_jupyter.coordinator", "krex_jupyter.enforcement")
 
 
 class Refused(KrexError):  # noqa: N818 - as all errors of this package, it is named after what happened
@@ -700,5 +700,5 @@ def _may_end(process: Process) -> bool:
     return (
         process.pid not in {1, os.getpid()}
         and process.uids == {os.getuid()}
-        and any(_COMMAND_MARK in part for part in process.command)
+        and any(part.startswith(_OUR_MODULES) for part in process.command)
     )

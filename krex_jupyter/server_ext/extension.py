@@ -11,16 +11,17 @@ import asyncio
 from importlib.metadata import DistributionFinder, MetadataPathFinder
 from typing import Any
 
+import msgspec
 from jupyter_client.provisioning.factory import KernelProvisionerFactory
 from jupyter_server.extension.application import ExtensionApp
 from traitlets import Bool, Float, Int
 
 from krex_jupyter import errors
-from krex_jupyter.protocol import Event, FromCoordinator
+from krex_jupyter.protocol import Event, FromCoordinator, Status
 
 from . import announcements, provisioner, routes
 from .changes import ChangeQueue
-from .connection import Change, Link, set_active_link
+from .connection import Change, Link, active_link, set_active_link
 from .kernels import ACTIONS_SCHEMA, Kernels
 
 _STANDARD_PROVISIONER = "local-provisioner"
@@ -42,8 +43,8 @@ class KrexExtension(ExtensionApp):
         True,
         config=True,
         help="Whether kernels are started by krex-provisioner where nothing else was configured, so that a frozen "
-        "kernel is thawed before it is interrupted or shut down. False: kernels are registered once they run, "
-        "and interrupts of a frozen kernel wait for its thaw.",
+        "kernel is thawed before it is interrupted or shut down. False: kernels are registered once they run and "
+        "thawed just after an interrupt; shutting a frozen kernel down may take 5 s and end in a kill.",
     )
     request_limit_s = Float(
         5.0,
@@ -106,7 +107,8 @@ class KrexExtension(ExtensionApp):
             self._activity.cancel()
             await asyncio.gather(self._activity, return_exceptions=True)
         if self._link is not None:
-            set_active_link(None)
+            if active_link() is self._link:
+                set_active_link(None)
             await self._link.close()
 
     # --- For the routes ----------------------------------------------------------------------------------------
@@ -126,7 +128,7 @@ class KrexExtension(ExtensionApp):
         queue = ChangeQueue(self.browser_queue_length)
         link = self._link
         if link is not None and link.connected and link.status is not None:
-            queue.push(link.status)
+            queue.push(self.with_notices(link.status))
         else:
             queue.push(
                 routes.unavailable(link.problem if link is not None else "This server is still starting.")
@@ -137,6 +139,10 @@ class KrexExtension(ExtensionApp):
     def drop_queue(self, queue: ChangeQueue) -> None:
         """A browser went."""
         self._queues.discard(queue)
+
+    def with_notices(self, status: Status) -> Status:
+        """The snapshot with what this server has to say, too."""
+        return msgspec.structs.replace(status, notices=(*status.notices, *self.notices))
 
     # --- Parts -----------------------------------------------------------------------------------------------
 
@@ -174,7 +180,11 @@ class KrexExtension(ExtensionApp):
         announcements.figures().take(change)
         announcements.emit(self._server.event_logger, change)
         if isinstance(change, Event) and change.kind in {"queued", "granted"}:
-            self._touch()
+            self._touch(change.pid)
+        if isinstance(change, Status):
+            change = self.with_notices(change)
+        elif isinstance(change, Event) and change.status is not None:
+            change = msgspec.structs.replace(change, status=self.with_notices(change.status))
         for queue in self._queues:
             queue.push(change)
 
@@ -183,11 +193,13 @@ class KrexExtension(ExtensionApp):
             self._touch()
             await asyncio.sleep(self.activity_round_s)
 
-    def _touch(self) -> None:
+    def _touch(self, pid: int = 0) -> None:
+        """Mark activity for the kernels that hold or wait; ``pid`` just began to, the snapshot may not know yet."""
         if self._link is None:
             return
         pids = {kernel_id: record.process.pid for kernel_id, record in self._link.kernels.items()}
         busy = announcements.busy_kernels(self._link.status, pids)
+        busy |= {kernel_id for kernel_id, kernel_pid in pids.items() if kernel_pid == pid}
         announcements.touch_activity(self._server.web_app.settings, self._server.kernel_manager, busy)
 
     def _choose_provisioner(self) -> None:
@@ -204,7 +216,7 @@ class KrexExtension(ExtensionApp):
         if why_not:
             self.notices.append(
                 f"Kernels of this server are not started by {provisioner.NAME}: {why_not}. They are registered once "
-                f"they run; an interrupt or shutdown of a frozen kernel takes effect when it is thawed."
+                f"they run, and thawed just after an interrupt; shutting a frozen kernel down may take 5 s."
             )
             self.log.info("KREX: %s", self.notices[-1])
             return

@@ -17,6 +17,9 @@ from typing import Any
 
 from jupyter_core.utils import ensure_async
 
+from krex_jupyter.errors import KrexError
+from krex_jupyter.protocol import Ungate
+
 from .connection import KernelRecord, Link
 from .processes import Process
 
@@ -57,8 +60,23 @@ class Kernels:
 
     async def on_action(self, logger: Any, schema_id: str, data: dict[str, Any]) -> None:
         """Listener for the server's ``kernel_actions`` events."""
-        if data.get("action") in {"start", "restart"} and data.get("status") == "success":
+        if data.get("status") != "success":
+            return
+        if data.get("action") in {"start", "restart"}:
             self._wanted.set()
+        elif data.get("action") == "interrupt":
+            await self._thaw(str(data.get("kernel_id", "")))
+
+    async def _thaw(self, kernel_id: str) -> None:
+        """Thaw a kernel that was sent an interrupt: by a message, or by a provisioner other than ours."""
+        record = self._link.kernels.get(kernel_id)
+        if record is None or not self._link.connected:
+            return
+        request = Ungate(request_id=self._link.next_request_id(), pid=record.process.pid)
+        try:
+            await self._link.ask(request)
+        except KrexError as error:
+            self._log.debug("KREX did not thaw kernel %s: %s", kernel_id, error)
 
     async def _look_for_ever(self) -> None:
         while True:
@@ -84,6 +102,9 @@ class Kernels:
             if process is None:
                 continue
             notebook = notebooks.get(kernel_id) or (known.notebook if known is not None else "")
+            if not notebook:
+                # A kernel runs before its session is saved.
+                notebook = notebook_path(process.environment("JPY_SESSION_NAME"), self._root_dir)
             self._link.register(
                 KernelRecord(
                     kernel_id=kernel_id,

@@ -83,6 +83,16 @@ class Process:
             return ()
         return () if self.has_exited else tuple(os.fsdecode(part) for part in raw.split(b"\0") if part)
 
+    def environment(self, name: str) -> str:
+        """What it was started with under ``name``; empty where there is no such thing or it may not be read."""
+        try:
+            entries = Path(f"/proc/{self.pid}/environ").read_bytes().split(b"\0")
+        except OSError:
+            return ""
+        prefix = os.fsencode(name) + b"="
+        value = next((entry[len(prefix) :] for entry in entries if entry.startswith(prefix)), b"")
+        return "" if self.has_exited else os.fsdecode(value)
+
     def send(self, signum: signal.Signals) -> bool:
         """Send a signal; False where the process has ended or is not ours to signal."""
         try:

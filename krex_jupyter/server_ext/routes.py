@@ -119,7 +119,8 @@ class KrexHandler(APIHandler):
     async def ask_status(self) -> Status:
         """A fresh snapshot, with this server's own notices; raises `Problem`."""
         status: Status = await self.ask(GetStatus(request_id=self.extension.next_request_id()))
-        return msgspec.structs.replace(status, notices=(*status.notices, *self.extension.notices))
+        with_notices: Status = self.extension.with_notices(status)
+        return with_notices
 
     def reply(self, value: Any) -> None:
         """Answer with a struct, or a list of them."""
