@@ -109,8 +109,8 @@ def checked_directory(directory: Path, uid: int) -> Path:
                 f"{directory} has mode {stat.S_IMODE(found.st_mode):04o}; others could reach it. "
                 f"Run: chmod 700 {directory}"
             )
-        kind = _file_system(directory)
-        if kind not in _LOCAL_FILE_SYSTEMS:
+        kind = file_system(directory)
+        if not is_local(kind):
             raise CoordinatorUnavailable(
                 f"{directory} is on a {kind} file system; sockets and locks need a local one. "
                 f"Set KREX_SOCKET to a path on a local file system."
@@ -173,7 +173,12 @@ def _is_private(directory: Path, uid: int, *, others_may_read: bool = False) -> 
     return stat.S_ISDIR(found.st_mode) and found.st_uid == uid and not stat.S_IMODE(found.st_mode) & forbidden
 
 
-def _file_system(directory: Path) -> str:
+def is_local(kind: str) -> bool:
+    """Whether a file system of this type is safe for sockets, locks and SQLite in WAL mode."""
+    return kind in _LOCAL_FILE_SYSTEMS
+
+
+def file_system(directory: Path) -> str:
     """Type of the file system that ``directory`` is on, from the mount with the longest matching path."""
     resolved = directory.resolve()
     best, kind = -1, "unknown"

@@ -206,14 +206,15 @@ class Arbiter:
             ),
         )
 
-    def position(self, region_id: str) -> int:
-        """1 for the ticket that is next among those that want a resource of it; 0 where it does not wait."""
-        ticket = self.waiting.get(region_id)
-        if ticket is None:
-            return 0
-        wanted = set(ticket.resources)
-        rivals = [other for other in self.order() if wanted & set(other.resources)]
-        return rivals.index(ticket) + 1
+    def positions(self) -> dict[str, int]:
+        """How many tickets must start before each one, itself counted: 1 is next for all it needs."""
+        ahead: dict[str, int] = {}
+        found: dict[str, int] = {}
+        for ticket in self.order():
+            found[ticket.region_id] = 1 + max(ahead.get(name, 0) for name in ticket.resources)
+            for name in ticket.resources:
+                ahead[name] = ahead.get(name, 0) + 1
+        return found
 
     def _startable(self, now_s: float, not_now: Collection[str] = ()) -> Iterator[tuple[Ticket, float]]:
         """Tickets that nobody blocks, and when their resources have rested; infinity is never yielded."""

@@ -6,10 +6,11 @@ guard. Creates no GPU context in the calling process; never decides whom to lock
 
 What the caller owes, because the driver does not enforce it (measured on a 580 driver):
 
-- The call is answered by a thread *of the target*. A target in state T does not answer, so the call then
-  hangs past its time-out until SIGCONT. Nothing is locked or unlocked while it is stopped: lock precedes
-  freeze, thaw precedes unlock. And since somebody else may stop a target at any moment, every call is made in
-  a thread or process that is never awaited without a deadline.
+- Every call, that for the state too, is answered by a thread *of the target*. A target in state T does not
+  answer, so the call then hangs past its time-out until SIGCONT (0) or SIGKILL (304). Nothing is locked,
+  unlocked or asked while it is stopped: lock precedes freeze, thaw precedes unlock. And since somebody else
+  may stop a target at any moment, every call is made in a thread or process that is never awaited without a
+  deadline.
 - The lock outlives the one who took it. Whoever locks has written down beforehand that he will.
 
 This module imports only the standard library: its children (`probe`) are started by its path, with ``-I -S``,
@@ -92,7 +93,10 @@ class DriverLock(Protocol):
         ...
 
     def state(self, pid: int) -> tuple[int, int]:
-        """(code, state); the state means something only where the code is `SUCCESS`."""
+        """(code, state); the state means something only where the code is `SUCCESS`.
+
+        Blocks without bound while the process is stopped, like the others.
+        """
         ...
 
 
