@@ -21,7 +21,7 @@ from pathlib import Path
 from filelock import FileLock, Timeout
 
 from .errors import CoordinatorUnavailable
-from .locate import Location, connect
+from .locate import Location, connect, lock_directory
 
 _BOOT = (
     "import json, runpy, sys; sys.path[:] = json.loads(sys.argv[1]); module = sys.argv[2]; "
@@ -128,7 +128,8 @@ def _answers(location: Location) -> bool:
 
 
 def _spawn(location: Location, timeout_s: float, options: tuple[str, ...]) -> None:
-    command = python_command("krex_jupyter.coordinator", "--socket", str(location.socket), *options)
+    arguments = ("--socket", str(location.socket), "--lock-dir", str(lock_directory()), *options)
+    command = python_command("krex_jupyter.coordinator", *arguments)
     starter = subprocess.Popen(
         command,
         stdin=subprocess.DEVNULL,

@@ -77,7 +77,14 @@ def user_directory(uid: int | None = None) -> Path:
 
 
 def lock_directory() -> Path:
-    """Where the lock file of each held device lies: one place per scope, so that two coordinators meet."""
+    """Where the lock file of each held device lies: one place per scope, so that two coordinators meet.
+
+    ``KREX_LOCK_DIR`` overrides it. That is for tests of KREX itself, which run coordinators beside a real one:
+    with different lock directories, two coordinators do *not* keep each other out.
+    """
+    configured = os.environ.get("KREX_LOCK_DIR")
+    if configured:
+        return Path(configured)
     if os.getuid() == 0 and _is_private(SYSTEM_DIRECTORY, 0, others_may_read=True):
         return SYSTEM_DIRECTORY
     return user_directory()

@@ -1,0 +1,1 @@
+"""What runs in the process that measures: the client, regions, and reading one's own evidence."""

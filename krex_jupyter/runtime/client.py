@@ -1,0 +1,464 @@
+"""Speaking with the coordinator from the process that measures.
+
+A `Connection` is one socket, used by one thread or task at a time; a region has one for itself, taken from a
+small pool, so that the thread that waits reads its own answer without a reader thread in between. Beside those
+the process keeps one *presence* connection: it makes the process a participant, and a thread that sleeps on it
+notices when the coordinator dies, or is stopped while a region is held, and starts another, which sets free
+whatever was left gated. Outside regions that thread does nothing.
+
+A forked child inherits descriptors but no membership: it starts afresh.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import itertools
+import os
+import select
+import signal
+import socket
+import threading
+import time
+
+from krex_jupyter.errors import (
+    CoordinatorUnavailable,
+    DeviceNotFound,
+    KrexError,
+    NotExclusive,
+    RegionRevoked,
+    UnsupportedPlatform,
+    WaitTimeout,
+)
+from krex_jupyter.launch import start_coordinator
+from krex_jupyter.locate import Location, connect, location
+from krex_jupyter.protocol import Failed, FromCoordinator, Hello, Message, Ping, Pong, Welcome
+from krex_jupyter.wire import MAX_ANSWER_BYTES, Assembler, WireError, client_side, receive_packet
+
+ANSWER_S = 10.0
+"""Longest wait for an answer that the coordinator can give at once."""
+
+_HELLO_S = 1.0
+"""A coordinator that does not answer a hello within this is stopped: it is ended and replaced."""
+_PING_S = 0.25
+_PING_LATE_S = 0.4
+_ATTEMPTS = 3
+
+_numbers = itertools.count(1)
+_codec = client_side()
+
+
+def next_request_id() -> int:
+    """A number for a request, unique in this process."""
+    return next(_numbers)
+
+
+class ConnectionLost(CoordinatorUnavailable):
+    """The coordinator ended the connection, by its death or on purpose."""
+
+
+class Connection:
+    """One connection, for one thread or task at a time."""
+
+    def __init__(self, connected: socket.socket, where: Location) -> None:
+        self.where = where
+        self.welcome: Welcome
+        self._socket = connected
+        self._assembler = Assembler(MAX_ANSWER_BYTES)
+        self._pid = os.getpid()
+
+    @classmethod
+    def open(cls, hello: Hello, *, start: bool = True, timeout_s: float = 5.0) -> Connection:
+        """Connect and say hello; start a coordinator where none answers, and replace one that is stopped.
+
+        Raises:
+            CoordinatorUnavailable: none answers within ``timeout_s``, and none was or could be started.
+        """
+        where = location()
+        give_up_s = time.monotonic() + timeout_s
+        for attempt in range(_ATTEMPTS):
+            try:
+                connected = connect(where.socket)
+            except OSError as error:
+                if not start or attempt == _ATTEMPTS - 1:
+                    raise CoordinatorUnavailable(
+                        f"No coordinator answers at {where.socket} ({error.strerror or error}). "
+                        f"Start one: krex serve"
+                    ) from error
+                start_coordinator(where, timeout_s=max(give_up_s - time.monotonic(), 0.5))
+                continue
+            connection = cls(connected, where)
+            try:
+                connection.send(hello)
+                answer = connection.receive(min(_HELLO_S, max(give_up_s - time.monotonic(), 0.1)))
+            except TimeoutError:
+                connection.close()
+                end_stopped_coordinator(connected_pid(connected, where))
+                continue
+            except ConnectionLost:
+                connection.close()
+                continue
+            if isinstance(answer, Welcome):
+                connection.welcome = answer
+                return connection
+            connection.close()
+            if isinstance(answer, Failed):
+                raise error_of(answer)
+        raise CoordinatorUnavailable(
+            f"The coordinator at {where.socket} does not answer and could not be replaced within {timeout_s:g} s. "
+            f"See {where.directory / 'coordinator.log'}, or run: krex thaw"
+        )
+
+    def fileno(self) -> int:
+        """The socket's descriptor, for a selector."""
+        return self._socket.fileno()
+
+    def send(self, message: Message, fds: tuple[int, ...] = ()) -> None:
+        """Send a message. Raises `ConnectionLost`."""
+        self._check_process()
+        for packet in _codec.packets(message):
+            try:
+                if fds:
+                    socket.send_fds(self._socket, [packet], list(fds))
+                else:
+                    self._socket.send(packet)
+            except OSError as error:
+                raise ConnectionLost(f"the coordinator at {self.where.socket} is gone") from error
+
+    def receive(self, timeout_s: float | None) -> FromCoordinator:
+        """The next message. Interruptible. Raises `TimeoutError`, `ConnectionLost`."""
+        give_up_s = None if timeout_s is None else time.monotonic() + timeout_s
+        poller = select.poll()
+        poller.register(self._socket, select.POLLIN)
+        while True:
+            left_ms = None if give_up_s is None else max(give_up_s - time.monotonic(), 0.0) * 1e3
+            if not poller.poll(left_ms):
+                raise TimeoutError(f"no answer from the coordinator within {timeout_s:g} s")
+            message = self.receive_now()
+            if message is not None:
+                return message
+
+    def receive_now(self) -> FromCoordinator | None:
+        """The next message if one is complete; reads one packet, which must be there. Raises `ConnectionLost`."""
+        self._check_process()
+        try:
+            packet, _ = receive_packet(self._socket)
+        except OSError as error:
+            raise ConnectionLost(f"the coordinator at {self.where.socket} is gone") from error
+        if not packet:
+            raise ConnectionLost(f"the coordinator at {self.where.socket} ended the connection")
+        try:
+            body = self._assembler.feed(packet)
+            return None if body is None else _codec.decode(body)
+        except WireError as error:
+            raise CoordinatorUnavailable(
+                f"The coordinator at {self.where.socket} speaks another version of the protocol ({error}). "
+                f"End it, so that this one starts: krex serve --stop"
+            ) from error
+
+    def ask(self, message: Message, timeout_s: float = ANSWER_S) -> FromCoordinator:
+        """Send a request and return its answer, skipping what belongs to no request of ours.
+
+        Raises:
+            KrexError: the subclass that belongs to a `Failed`.
+            CoordinatorUnavailable: no answer within ``timeout_s``.
+        """
+        wanted = getattr(message, "request_id", None)
+        self.send(message)
+        give_up_s = time.monotonic() + timeout_s
+        while True:
+            try:
+                answer = self.receive(max(give_up_s - time.monotonic(), 0.0))
+            except TimeoutError as error:
+                raise CoordinatorUnavailable(
+                    f"The coordinator at {self.where.socket} did not answer within {timeout_s:g} s."
+                ) from error
+            if getattr(answer, "request_id", None) == wanted:
+                if isinstance(answer, Failed):
+                    raise error_of(answer)
+                return answer
+
+    def close(self) -> None:
+        """Close the socket; idempotent."""
+        self._socket.close()
+
+    def _check_process(self) -> None:
+        if os.getpid() != self._pid:
+            raise ConnectionLost("this connection belongs to the process that this one was forked from")
+
+
+def error_of(failed: Failed) -> KrexError:
+    """The exception that belongs to a refusal."""
+    kind: type[KrexError] = {
+        "wait_timeout": WaitTimeout,
+        "device_not_found": DeviceNotFound,
+        "unsupported": UnsupportedPlatform,
+        "not_exclusive": NotExclusive,
+        "other_coordinator": CoordinatorUnavailable,
+        "ended": RegionRevoked,
+    }.get(failed.code, KrexError)
+    return kind(failed.detail[:1].upper() + failed.detail[1:])
+
+
+def connected_pid(connected: socket.socket, where: Location) -> int:
+    """Pid of the coordinator that listens at ``where``, written down by itself; 0 where unknown."""
+    with contextlib.suppress(OSError, ValueError):
+        content = (where.directory / "coordinator.lock").read_text(encoding="ascii")
+        return int(content.split()[1])
+    return 0
+
+
+def end_stopped_coordinator(pid: int) -> None:
+    """End a coordinator of this user that does not answer, so that another can take its place.
+
+    Its guardian notices and sets everybody free; a guardian that is stopped too holds the journal's lock and is
+    ended likewise. Only processes of our own uid, identified by what they run, are touched.
+    """
+    victims = [pid] if pid > 0 else []
+    if pid > 0:
+        with contextlib.suppress(OSError):
+            children = "".join(
+                (task / "children").read_text(encoding="ascii") for task in _tasks(pid)
+            )
+            victims += [int(child) for child in children.split()]
+    for victim in victims:
+        with contextlib.suppress(OSError, ValueError):
+            pidfd = os.pidfd_open(victim)
+            try:
+                if _is_ours(victim):
+                    signal.pidfd_send_signal(pidfd, signal.SIGKILL)
+                    _wait_gone(pidfd, 2.0)
+            finally:
+                os.close(pidfd)
+
+
+# --- Presence ------------------------------------------------------------------------------------------------------
+
+
+class _Presence:
+    """This process as a participant: the connection that says so and the thread that watches it."""
+
+    def __init__(self) -> None:
+        self.hello = Hello(label=_default_label(), notebook=os.environ.get("JPY_SESSION_NAME", ""))
+        self.connection: Connection | None = None
+        self.held = 0
+        """Regions held now; while there are any, the coordinator is pinged."""
+        self.guard = threading.RLock()
+        self._wake_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self._thread: threading.Thread | None = None
+        self._leaving = False
+
+    def join(self, hello: Hello | None) -> Welcome:
+        """Connect if need be; returns what the coordinator said. Raises `CoordinatorUnavailable`."""
+        with self.guard:
+            if hello is not None:
+                self.hello = hello
+            if self.connection is None:
+                self.connection = Connection.open(self.hello)
+            if self._thread is None or not self._thread.is_alive():
+                self._thread = threading.Thread(target=self._watch, name="krex-presence", daemon=True)
+                self._thread.start()
+            self.wake()
+            return self.connection.welcome
+
+    def leave(self) -> None:
+        """Close the connection and end the thread."""
+        with self.guard:
+            self._leaving = True
+            self.wake()
+            thread = self._thread
+        if thread is not None and thread is not threading.current_thread():
+            thread.join(2.0)
+        with self.guard:
+            if self.connection is not None:
+                self.connection.close()
+                self.connection = None
+
+    def wake(self) -> None:
+        """Have the thread look again."""
+        os.eventfd_write(self._wake_fd, 1)
+
+    def _watch(self) -> None:
+        pinged_s: float | None = None
+        next_ping_s = 0.0
+        while not self._leaving:
+            with self.guard:
+                connection = self.connection
+            poller = select.poll()
+            poller.register(self._wake_fd, select.POLLIN)
+            if connection is not None:
+                poller.register(connection, select.POLLIN)
+            now_s = time.monotonic()
+            if not self.held:
+                # Outside regions: nothing to do until something arrives.
+                pinged_s, wait_s = None, None
+            elif pinged_s is not None:
+                wait_s = max(pinged_s + _PING_LATE_S - now_s, 0.0)
+            else:
+                next_ping_s = next_ping_s if now_s < next_ping_s < now_s + _PING_S else now_s + _PING_S
+                wait_s = next_ping_s - now_s
+            ready = {fd for fd, _ in poller.poll(None if wait_s is None else wait_s * 1e3)}
+            if self._wake_fd in ready:
+                with contextlib.suppress(BlockingIOError):
+                    os.eventfd_read(self._wake_fd)
+            if connection is None:
+                if not self.held:
+                    return
+                self._replace(None)
+                pinged_s = None
+                continue
+            try:
+                if connection.fileno() in ready:
+                    if isinstance(connection.receive_now(), Pong):
+                        pinged_s = None
+                elif self.held and pinged_s is not None and time.monotonic() >= pinged_s + _PING_LATE_S:
+                    end_stopped_coordinator(connection.welcome.coordinator_pid)
+                    self._replace(connection)
+                    pinged_s = None
+                elif self.held and pinged_s is None and time.monotonic() >= next_ping_s:
+                    connection.send(Ping(request_id=next_request_id()))
+                    pinged_s = time.monotonic()
+            except CoordinatorUnavailable:
+                self._replace(connection)
+                pinged_s = None
+
+    def _replace(self, lost: Connection | None) -> None:
+        """The coordinator is gone. While a region is held, see to it that there is another: it sets free what
+        the last one left gated. Else the next region, or nobody, needs one."""
+        with self.guard:
+            if lost is not None:
+                lost.close()
+                if self.connection is lost:
+                    self.connection = None
+            if not self.held or self._leaving:
+                return
+            with contextlib.suppress(KrexError):
+                self.connection = Connection.open(self.hello)
+
+
+_presence: _Presence | None = None
+_pool: list[Connection] = []
+_pool_guard = threading.Lock()
+
+
+def join(label: str = "", kernel_id: str = "", notebook: str = "") -> Welcome:
+    """Make this process a participant: others' regions gate it from now on, and theirs wait for its own.
+
+    Idempotent. Returns what the coordinator says of this host. Raises `CoordinatorUnavailable`.
+    """
+    hello = None
+    if label or kernel_id or notebook:
+        hello = Hello(
+            label=label or _default_label(),
+            kernel_id=kernel_id,
+            notebook=notebook or os.environ.get("JPY_SESSION_NAME", ""),
+        )
+    return presence().join(hello)
+
+
+def leave() -> None:
+    """This process no longer takes part (until its next region)."""
+    global _presence
+    for connection in _drain_pool():
+        connection.close()
+    if _presence is not None:
+        _presence.leave()
+        _presence = None
+
+
+def presence() -> _Presence:
+    """This process's presence, whether it has joined yet or not."""
+    global _presence
+    if _presence is None:
+        _presence = _Presence()
+    return _presence
+
+
+def take() -> Connection:
+    """A participant's connection for one region: pooled or new. Goes back by `give_back`, or is closed.
+
+    Raises `CoordinatorUnavailable`.
+    """
+    me = presence()
+    me.join(None)
+    while True:
+        with _pool_guard:
+            connection = _pool.pop() if _pool else None
+        if connection is None:
+            return Connection.open(me.hello)
+        if _still_open(connection):
+            return connection
+        connection.close()
+
+
+def give_back(connection: Connection) -> None:
+    """Return a connection that has no region any more."""
+    with _pool_guard:
+        if connection.fileno() >= 0 and len(_pool) < 8:
+            _pool.append(connection)
+            return
+    connection.close()
+
+
+def _still_open(connection: Connection) -> bool:
+    poller = select.poll()
+    poller.register(connection, select.POLLIN)
+    while poller.poll(0):
+        try:
+            connection.receive_now()
+        except CoordinatorUnavailable:
+            return False
+    return True
+
+
+def _drain_pool() -> list[Connection]:
+    with _pool_guard:
+        drained = _pool[:]
+        _pool.clear()
+    return drained
+
+
+def _after_fork_in_child() -> None:
+    global _presence, _pool_guard
+    _pool_guard = threading.Lock()
+    for connection in _pool:
+        connection.close()
+    _pool.clear()
+    if _presence is not None:
+        if _presence.connection is not None:
+            _presence.connection.close()
+        _presence = None
+
+
+os.register_at_fork(after_in_child=_after_fork_in_child)
+atexit.register(leave)
+
+
+def _default_label() -> str:
+    import sys
+
+    name = os.path.basename(sys.argv[0]) if sys.argv and sys.argv[0] else ""
+    return "" if name.startswith("ipykernel") else name
+
+
+def _tasks(pid: int) -> list[os.PathLike[str]]:
+    from pathlib import Path
+
+    return list(Path(f"/proc/{pid}/task").iterdir())
+
+
+def _is_ours(pid: int) -> bool:
+    from pathlib import Path
+
+    with contextlib.suppress(OSError):
+        command = Path(f"/proc/{pid}/cmdline").read_bytes()
+        return os.stat(f"/proc/{pid}").st_uid == os.getuid() and (
+            b"krex_jupyter.coordinator" in command or b"krex_jupyter.enforcement.guardian" in command
+        )
+    return False
+
+
+def _wait_gone(pidfd: int, bound_s: float) -> None:
+    poller = select.poll()
+    poller.register(pidfd, select.POLLIN)
+    poller.poll(bound_s * 1e3)
