@@ -18,6 +18,7 @@ import fcntl
 import logging
 import os
 import selectors
+import sys
 import time
 import uuid
 from collections import deque
@@ -111,6 +112,9 @@ _ANNOUNCE_S = 0.25
 _RECENT = 50
 _SPARE_BOUND_S = 0.8
 _STATUS_EVENT_S = 0.1
+_WRITE_HISTORY_S = 0.5
+_SWITCH_INTERVAL_S = 0.0005
+"""How long another thread of this process may keep the interpreter from the one that grants (default 5 ms)."""
 _MIN_CORES_TO_ISOLATE = 8
 
 
@@ -156,6 +160,7 @@ class Coordinator:
         self._spares: dict[int, list[tuple[Connection, int]]] = {}
         self._recent: deque[RegionReport] = deque(maxlen=_RECENT)
         self._notices: deque[str] = deque(maxlen=20)
+        self._unwritten: list[RegionReport] = []
         self._held_s: deque[float] = deque(maxlen=20)
         self._started_s = time.monotonic()
         self._beat_s = 0.0
@@ -171,6 +176,7 @@ class Coordinator:
 
     def run(self, listener: socket.socket) -> None:
         """Serve until told to leave, or until nobody takes part for ``idle_exit_s``."""
+        sys.setswitchinterval(_SWITCH_INTERVAL_S)
         self._selector.register(listener, selectors.EVENT_READ, lambda _: self._on_accept(listener))
         self._selector.register(self._workers.fd, selectors.EVENT_READ, lambda _: self._workers.run_posted())
         self._register_guardian()
@@ -222,6 +228,7 @@ class Coordinator:
         self._guardian.dismiss()
         for connection in list(self._connections):
             connection.close()
+        self._write_history()
         self._history.close()
 
     # --- Connections -------------------------------------------------------------------------------------------
@@ -334,6 +341,7 @@ class Coordinator:
             case GetStatus():
                 self._send(connection, self._status(connection, message.request_id, message.recent))
             case GetHistory():
+                self._write_history()
                 self._history.find(message, self._only_uid(connection), self._answer_history(connection, message.request_id))
             case GetReport():
                 self._on_get_report(connection, message)
@@ -357,7 +365,8 @@ class Coordinator:
             participant.kernel_id = participant.kernel_id or hello.kernel_id
             participant.notebook = participant.notebook or hello.notebook
             connection.participant = participant
-            self._tell_guardian(participant)
+            if len(participant.connections) == 1:
+                self._tell_guardian(participant)
         self._send(
             connection,
             Welcome(
@@ -929,8 +938,16 @@ class Coordinator:
 
     def _record(self, region: Region, report: RegionReport) -> None:
         self._recent.appendleft(report)
-        self._history.add(report)
+        if not self._unwritten:
+            # Not at once: the database's thread would compete with the next grant for the interpreter.
+            self._timers.at(time.monotonic() + _WRITE_HISTORY_S, self._write_history)
+        self._unwritten.append(report)
         self._event("released", region.participant, region, report=report)
+
+    def _write_history(self) -> None:
+        for report in self._unwritten:
+            self._history.add(report)
+        self._unwritten.clear()
 
     def _end_holding(self, region: Region) -> None:
         """Take devices and gates from a region that has them."""
@@ -1107,6 +1124,8 @@ class Coordinator:
         return found
 
     def _on_get_report(self, connection: Connection, message: GetReport) -> None:
+        self._write_history()
+
         def found(reports: list[RegionReport]) -> None:
             answer: Message
             if reports:

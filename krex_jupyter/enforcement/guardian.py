@@ -322,9 +322,9 @@ class Guardian:
         self._selector.register(owner_pidfd, selectors.EVENT_READ, lambda: self._owner_gone(region))
         self._beat()
         # The owner may stand gated for the region before: it must run before anything is granted to it.
-        region.pending = 1
+        # One pending for that, and one for this method itself, so that nothing goes on before the plan is made.
+        region.pending = 2
         self._gates.free(self._gates.of_root(enter.owner.pid), then=lambda: self._one_less(region))
-        region.pending += 1
         self._scanner.discover_all()
         region.steps = {step.pid: step for step in self._plan(enter)}
         try:

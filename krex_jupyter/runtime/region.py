@@ -223,7 +223,7 @@ class Exclusive:
         connection = client.take()
         try:
             devices = self._resolve(connection)
-            synchronise(_uuids(devices))
+            synchronise(_gpus(devices))
             entry = _Entry(self._acquire(devices), self._on_queued)
             connection, granted = self._wait(connection, entry)
         except BaseException:
@@ -239,7 +239,7 @@ class Exclusive:
             return False
         evidence = held.stop(interrupted=isinstance(error, KeyboardInterrupt))
         try:
-            synchronised = synchronise(_uuids(held.infos))
+            synchronised = synchronise(_gpus(held.infos))
         except BaseException:
             # Interrupted while the device was busy: its work goes on past the region, and the report says so.
             held.finish(self._release(held, evidence, Synchronised(done=False, error="interrupted")))
@@ -303,7 +303,7 @@ class Exclusive:
         connection = await loop.run_in_executor(None, client.take)
         try:
             devices = self._resolve(connection)
-            await loop.run_in_executor(None, synchronise, _uuids(devices))
+            await loop.run_in_executor(None, synchronise, _gpus(devices))
             entry = _Entry(self._acquire(devices), self._on_queued)
             connection, granted = await self._wait_async(connection, entry)
         except BaseException:
@@ -332,7 +332,7 @@ class Exclusive:
     async def _finish_async(
         self, held: _Held, evidence: OwnerEvidence, loop: asyncio.AbstractEventLoop
     ) -> RegionReport:
-        synchronised = await loop.run_in_executor(None, synchronise, _uuids(held.infos))
+        synchronised = await loop.run_in_executor(None, synchronise, _gpus(held.infos))
         return await loop.run_in_executor(None, self._release, held, evidence, synchronised)
 
     async def _wait_async(self, connection: client.Connection, entry: _Entry) -> tuple[client.Connection, Granted]:
@@ -624,6 +624,10 @@ def _whoami() -> tuple[int, int, int]:
 
 def _uuids(devices: tuple[tuple[str, DeviceInfo], ...]) -> tuple[str, ...]:
     return tuple(info.uuid for _, info in devices)
+
+
+def _gpus(devices: tuple[tuple[str, DeviceInfo], ...]) -> tuple[str, ...]:
+    return tuple(info.uuid for _, info in devices if info.vendor != "cpu")
 
 
 def _name_of(info: DeviceInfo) -> str:

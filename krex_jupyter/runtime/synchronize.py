@@ -66,8 +66,11 @@ _helper_pid = 0
 def synchronise(uuids: tuple[str, ...]) -> Synchronised:
     """Wait until this process's submitted work on the devices is done; interruptible, else unbounded.
 
-    Work that a user's kernel never finishes is ended by Ctrl-C or by the region's lease.
+    Nothing is looked at where ``uuids`` is empty: a region on the cpu alone has no work to finish. Work that a
+    user's kernel never finishes is ended by Ctrl-C or by the region's lease.
     """
+    if not uuids:
+        return Synchronised(None)
     library = mapped_libcuda()
     if library is None:
         return Synchronised(None)
