@@ -8,7 +8,6 @@ import signal
 import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,12 +19,15 @@ from krex_jupyter.server_ext.processes import Process
 
 from .waiting import eventually
 
-REPOSITORY = Path(__file__).parents[2]
-FIND_HELPERS = (
-    f"import io, sys; sys.path.insert(0, {str(REPOSITORY)!r})\nfrom tests.server_ext import participants\n"
-)
-JOIN = FIND_HELPERS + "participants.join()"
-HOLD_ONCE = FIND_HELPERS + "sys.stdin = io.StringIO()\nparticipants.hold('short')"
+JOIN = "from krex_jupyter.runtime.client import join; join(label='sibling')"
+HOLD_ONCE = "import krex_jupyter as krex\nwith krex.exclusive('cpu', label='short'): pass"
+HOLD = """
+import sys
+import krex_jupyter as krex
+with krex.exclusive("cpu", max_hold=20, label=sys.argv[1]) as region:
+    print(region.region_id, flush=True)
+    sys.stdin.readline()
+"""
 
 
 async def fetched(request: Any) -> Any:
@@ -91,10 +93,7 @@ async def region_held_elsewhere(
 ) -> AsyncIterator[tuple[str, asyncio.subprocess.Process]]:
     """Another process holds the cpu device, which freezes every participant of this host."""
     holder = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "tests.server_ext.participants", label),
-        stdin=asyncio.subprocess.PIPE,
-        stdout=asyncio.subprocess.PIPE,
-        cwd=REPOSITORY,
+        *(sys.executable, "-c", HOLD, label), stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE
     )
     assert holder.stdout is not None
     assert holder.stdin is not None
