@@ -24,6 +24,7 @@ def krex_socket(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Pat
     directory.mkdir(mode=0o700)
     socket = directory / "krex.sock"
     monkeypatch.setenv("KREX_SOCKET", str(socket))
+    monkeypatch.setenv("KREX_LOCK_DIR", str(directory))
     yield socket
     end_all_that_mention(str(directory))
 

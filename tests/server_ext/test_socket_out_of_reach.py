@@ -58,6 +58,7 @@ def server_as_nobody(home: Path, krex_socket: Path) -> Iterator[tuple[int, Path]
         "JUPYTER_RUNTIME_DIR": str(own / "runtime"),
         "IPYTHONDIR": str(own / "ipython"),
         "KREX_SOCKET": str(krex_socket),
+        "KREX_LOCK_DIR": str(own),
     }
     command = [
         *as_nobody(),

@@ -62,9 +62,11 @@ async def start_session(jp_fetch: Any, path: str, kernel_name: str | None = None
 
 async def participant(jp_fetch: Any, kernel_id: str) -> Any:
     async def look() -> Any:
-        found = [
-            entry for entry in (await status(jp_fetch))["participants"] if entry["kernel_id"] == kernel_id
-        ]
+        try:
+            seen = await status(jp_fetch)
+        except HTTPClientError:
+            return None
+        found = [entry for entry in seen["participants"] if entry["kernel_id"] == kernel_id]
         return found[0] if found else None
 
     return await eventually(look, f"kernel {kernel_id} is a participant")
@@ -340,3 +342,30 @@ async def test_a_frozen_kernel_is_restarted_as_fast_as_one_that_runs(
         assert process.has_exited
         await manager.start_kernel(**manager._launch_args)
         assert (await participant(jp_fetch, kernel_id))["pid"] == manager.provisioner.pid
+
+
+@pytest.mark.parametrize("guardian_dies_by", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
+async def test_without_coordinator_and_guardian_a_frozen_kernel_runs_again_within_a_second(
+    jp_fetch: Any, jp_serverapp: Any, extension: KrexExtension, guardian_dies_by: signal.Signals
+) -> None:
+    async with frozen_kernel(jp_fetch, jp_serverapp, extension) as (kernel_id, process):
+        seen = await status(jp_fetch)
+        holder = next(entry["holder"] for entry in seen["devices"] if entry["holder"])
+        owner, guardian, coordinator = (
+            Process.open(pid) for pid in (holder["pid"], seen["guardian_pid"], seen["coordinator_pid"])
+        )
+        assert owner is not None
+        assert guardian is not None
+        assert coordinator is not None
+        # The owner would start a coordinator too; here the server is alone.
+        owner.send(signal.SIGSTOP)
+        try:
+            guardian.send(guardian_dies_by)
+            coordinator.send(signal.SIGKILL)
+            await eventually(lambda: process.state not in {"T", ""}, "the kernel runs", within_s=1.0)
+            await eventually(lambda: guardian.has_exited, "the old guardian is gone")
+            assert (await participant(jp_fetch, kernel_id))["pid"] == process.pid
+        finally:
+            owner.send(signal.SIGCONT)
+            for held in (owner, guardian, coordinator):
+                held.close()
