@@ -8,10 +8,10 @@ that neither the server nor the waiting kernel is culled meanwhile.
 from __future__ import annotations
 
 from collections.abc import Collection
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from jupyter_server._tz import utcnow
 from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge
 
 from krex_jupyter.protocol import Event, RegionReport, Status
@@ -89,7 +89,7 @@ def touch_activity(settings: dict[str, Any], kernel_manager: Any, busy: Collecti
     """Count queued and held regions as activity of the server and of their kernels."""
     if not busy:
         return
-    now = utcnow()
+    now = datetime.now(UTC)
     settings["last_activity_times"]["krex"] = now
     for kernel_id in busy:
         if kernel_id in kernel_manager:

@@ -51,6 +51,9 @@ from .processes import Process, peer_process, peer_uid
 
 ANSWER_LIMIT_S = 1.0
 """A `Hello` or `Ping` unanswered for so long means that the coordinator is stopped or hung."""
+SLICE_S = 0.1
+"""How often a missing answer is looked for. One slice is enough where the coordinator is seen to be stopped while
+a region is held: then processes may stand frozen, and a second is all they may stand so."""
 STARVED_LIMIT_S = 3.0
 """The same for a coordinator that is runnable: on a busy machine it may only be waiting for a processor."""
 GUARDIAN_LIMIT_S = 1.0
@@ -61,7 +64,7 @@ CONNECT_LIMIT_S = 1.0
 START_LIMIT_S = 5.0
 REQUEST_LIMIT_S = 5.0
 PING_IDLE_S = 2.0
-PING_BUSY_S = 0.25
+PING_BUSY_S = 0.2
 """While a region is held or queued: a stopped coordinator should be noticed about as fast as a dead one."""
 LATE_LOOP_S = 0.2
 """When a timer of ours fires so much too late, the loop was blocked and says nothing about the coordinator."""
@@ -131,6 +134,7 @@ class Link:
         self._kernels: dict[str, KernelRecord] = {}
         self._tasks: set[asyncio.Task[Any]] = set()
         self._usable = asyncio.Event()
+        self._busy = asyncio.Event()
         self._coordinator: Process | None = None
         self._guardian: Process | None = None
         self._runner: asyncio.Task[None] | None = None
@@ -254,6 +258,9 @@ class Link:
         self._channel = _Channel(connection, self.loop, self._receive, on_lost)
         try:
             await self._greet(place)
+            if self._coordinator is not None:
+                # Its end shows here even where a forked child of it keeps the connection open.
+                self.loop.add_reader(self._coordinator.fd, self._channel.lose, "its process ended")
             watcher = self.loop.create_task(self._watch(), name="krex-ping")
             try:
                 await asyncio.wait({watcher, lost}, return_when=asyncio.FIRST_COMPLETED)
@@ -344,7 +351,12 @@ class Link:
     async def _watch(self) -> None:
         """Ping until a ping stays unanswered; raises `CoordinatorUnavailable` then."""
         while True:
-            await asyncio.sleep(PING_BUSY_S if _is_busy(self.status) else PING_IDLE_S)
+            if self._busy.is_set():
+                await asyncio.sleep(PING_BUSY_S)
+            else:
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(PING_IDLE_S):
+                        await self._busy.wait()
             request_id = self.next_request_id()
             answer: asyncio.Future[FromCoordinator] = self.loop.create_future()
             self._pending[request_id] = answer
@@ -354,31 +366,33 @@ class Link:
 
     async def _answered(self, answer: asyncio.Future[FromCoordinator], what: str) -> None:
         """Return once ``answer`` is there; end the coordinator and raise where it does not come."""
-        waited_s = 0.0
+        slices = 0
         while True:
-            due_s = self.loop.time() + ANSWER_LIMIT_S
-            await asyncio.wait({answer}, timeout=ANSWER_LIMIT_S)
+            began_s = self.loop.time()
+            await asyncio.wait({answer}, timeout=SLICE_S)
+            if not answer.done() and self._channel is not None:
+                self._channel.drain()
             if answer.done():
                 await answer
                 return
-            late_s = self.loop.time() - due_s
-            if self._channel is not None:
-                self._channel.drain()
-            if answer.done():
+            if self.loop.time() - began_s > SLICE_S + LATE_LOOP_S:
                 continue
-            if late_s > LATE_LOOP_S:
+            slices += 1
+            state = self._coordinator.state if self._coordinator is not None else ""
+            if slices * SLICE_S < self._patience_s(state) - SLICE_S / 2:
                 continue
-            waited_s += ANSWER_LIMIT_S
-            process = self._coordinator
-            if process is not None and process.state == "R" and waited_s < STARVED_LIMIT_S:
-                continue
-            state = process.state if process is not None else ""
             await self._end_coordinator()
             raise CoordinatorUnavailable(
-                f"The coordinator left {what} unanswered for {waited_s:.0f} s"
+                f"The coordinator left {what} unanswered for {slices * SLICE_S:.1f} s"
                 f"{' (it is stopped)' if state == 'T' else ''}. This server ends it and starts another "
                 f"where it may; if this message stays, ask the administrator to restart krex.service."
             )
+
+    def _patience_s(self, state: str) -> float:
+        """How long an answer may be missing from a coordinator in this state of `/proc/PID/stat`."""
+        if state == "R":
+            return STARVED_LIMIT_S
+        return SLICE_S if state == "T" and self._busy.is_set() else ANSWER_LIMIT_S
 
     async def _end_coordinator(self) -> None:
         process = self._coordinator
@@ -393,6 +407,8 @@ class Link:
         guardian, self._guardian = self._guardian, None
         coordinator, self._coordinator = self._coordinator, None
         was_usable = self.connected
+        if coordinator is not None:
+            self.loop.remove_reader(coordinator.fd)
         self._disconnect("the connection to the coordinator ended")
         try:
             coordinator_ended = (
@@ -489,7 +505,14 @@ class Link:
         status = change if isinstance(change, Status) else change.status
         if status is not None:
             self.status = status
+            if any(device.holder is not None or device.queue for device in status.devices):
+                self._busy.set()
+            else:
+                self._busy.clear()
             self._hold_guardian(status.guardian_pid)
+        elif isinstance(change, Event) and change.kind in {"queued", "granted"}:
+            # The snapshot that shows it comes a moment later, or never where the coordinator is stopped now.
+            self._busy.set()
         self._on_change(change)
 
     def _drop_kernel(self, record: KernelRecord) -> None:
@@ -512,6 +535,7 @@ class Link:
         self._usable.clear()
         self.welcome = None
         self.status = None
+        self._busy.clear()
         channel, self._channel = self._channel, None
         if channel is not None:
             channel.close()
@@ -617,7 +641,7 @@ class _Channel:
                 self._loop.add_writer(self._connection.fileno(), self._writable)
                 return
             except OSError as error:
-                self._lose(error.strerror or str(error))
+                self.lose(error.strerror or str(error))
                 return
             self._queue.popleft()
             wire.close_all(fds)
@@ -631,19 +655,20 @@ class _Channel:
             try:
                 packet, _ = wire.receive_packet(self._connection)
                 if not packet:
-                    self._lose("it closed the connection")
+                    self.lose("it closed the connection")
                     return
                 body = self._assembler.feed(packet)
                 message = self._codec.decode(body) if body is not None else None
             except BlockingIOError:
                 return
             except (OSError, wire.WireError) as error:
-                self._lose(str(error))
+                self.lose(str(error))
                 return
             if message is not None:
                 self._on_message(message)
 
-    def _lose(self, why: str) -> None:
+    def lose(self, why: str) -> None:
+        """The connection is of no use any more: close, and tell."""
         self.close()
         self._on_lost(f"The connection to the coordinator was lost ({why}); this server makes a new one.")
 
@@ -683,10 +708,6 @@ def _start_coordinator(place: Location) -> None:
     from krex_jupyter.launch import start_coordinator
 
     start_coordinator(place, timeout_s=START_LIMIT_S)
-
-
-def _is_busy(status: Status | None) -> bool:
-    return status is not None and any(device.holder is not None or device.queue for device in status.devices)
 
 
 def _is_ours(process: Process) -> bool:

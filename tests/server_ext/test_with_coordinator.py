@@ -179,6 +179,40 @@ class TestWithoutTheProvisioner:
         await eventually(restarted, "the restarted kernel is registered")
         assert any("use_provisioner" in notice for notice in (await status(jp_fetch))["notices"])
 
+    async def test_a_frozen_kernel_is_thawed_just_after_an_interrupt(
+        self, jp_fetch: Any, jp_serverapp: Any, extension: KrexExtension
+    ) -> None:
+        async with frozen_kernel(jp_fetch, jp_serverapp, extension) as (kernel_id, process):
+            post = {"method": "POST", "allow_nonstandard_methods": True}
+            await jp_fetch("api", "kernels", kernel_id, "interrupt", **post)
+            await eventually(lambda: process.state != "T", "thawed after the interrupt", within_s=1.0)
+
+
+class TestWithFrequentRounds:
+    @pytest.fixture
+    def jp_server_config(self, krex_socket: Any) -> Config:
+        return Config(
+            {
+                "ServerApp": {"jpserver_extensions": {"krex_jupyter": True}},
+                "KrexExtension": {"kernel_round_s": 0.5},
+            }
+        )
+
+    async def test_a_renamed_notebook_is_followed(
+        self, jp_fetch: Any, jp_serverapp: Any, extension: KrexExtension
+    ) -> None:
+        await connection_of(extension)
+        kernel_id = await start_session(jp_fetch, "before.ipynb")
+        (session,) = await fetched(jp_fetch("api", "sessions"))
+        body = json.dumps({"path": "after.ipynb", "name": "after.ipynb"})
+        await jp_fetch("api", "sessions", session["id"], method="PATCH", body=body)
+
+        async def renamed() -> bool:
+            seen = await participant(jp_fetch, kernel_id)
+            return (seen["notebook"], seen["label"]) == ("after.ipynb", "after")
+
+        await eventually(renamed, "the new name is known")
+
 
 async def test_a_browser_gets_a_snapshot_and_then_what_changes(
     jp_fetch: Any, jp_ws_fetch: Any, extension: KrexExtension
@@ -344,9 +378,16 @@ async def test_a_frozen_kernel_is_restarted_as_fast_as_one_that_runs(
         assert (await participant(jp_fetch, kernel_id))["pid"] == manager.provisioner.pid
 
 
-@pytest.mark.parametrize("guardian_dies_by", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
+@pytest.mark.parametrize(
+    "guardian_by", [signal.SIGKILL, signal.SIGSTOP], ids=["guardian-killed", "guardian-stopped"]
+)
+@pytest.mark.parametrize("coordinator_by", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
 async def test_without_coordinator_and_guardian_a_frozen_kernel_runs_again_within_a_second(
-    jp_fetch: Any, jp_serverapp: Any, extension: KrexExtension, guardian_dies_by: signal.Signals
+    jp_fetch: Any,
+    jp_serverapp: Any,
+    extension: KrexExtension,
+    coordinator_by: signal.Signals,
+    guardian_by: signal.Signals,
 ) -> None:
     async with frozen_kernel(jp_fetch, jp_serverapp, extension) as (kernel_id, process):
         seen = await status(jp_fetch)
@@ -360,8 +401,8 @@ async def test_without_coordinator_and_guardian_a_frozen_kernel_runs_again_withi
         # The owner would start a coordinator too; here the server is alone.
         owner.send(signal.SIGSTOP)
         try:
-            guardian.send(guardian_dies_by)
-            coordinator.send(signal.SIGKILL)
+            guardian.send(guardian_by)
+            coordinator.send(coordinator_by)
             await eventually(lambda: process.state not in {"T", ""}, "the kernel runs", within_s=1.0)
             await eventually(lambda: guardian.has_exited, "the old guardian is gone")
             assert (await participant(jp_fetch, kernel_id))["pid"] == process.pid
