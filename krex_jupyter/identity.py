@@ -75,7 +75,9 @@ def reference(pid: int, pidfd: int) -> ProcessRef | None:
     stat = read_stat(pid)
     if stat is None or stat.gone or pid_of(pidfd) != pid:
         return None
-    return ProcessRef(pid=pid, start_ticks=stat.start_ticks, inode=os.fstat(pidfd).st_ino if _inodes_unique() else 0)
+    return ProcessRef(
+        pid=pid, start_ticks=stat.start_ticks, inode=os.fstat(pidfd).st_ino if _inodes_unique() else 0
+    )
 
 
 def pid_of(pidfd: int) -> int:
@@ -104,6 +106,6 @@ def open_same(process: ProcessRef) -> int | None:
 
 
 def _inodes_unique() -> bool:
-    """pidfd inodes identify a process from Linux 6.9 on; below, all share one."""
+    """Pidfd inodes identify a process from Linux 6.9 on; below, all share one."""
     major, minor = (int("".join(filter(str.isdigit, part))) for part in os.uname().release.split(".")[:2])
     return (major, minor) >= (6, 9)

@@ -37,7 +37,9 @@ def python_command(module: str, *arguments: str) -> list[str]:
     The module path is handed over explicitly: ``-I`` and ``-S`` keep ``PYTHON*`` variables, the user's site and
     start-up files out, and make the start fast.
     """
-    path = [str(Path(entry).absolute()) for entry in sys.path if entry] + ([os.getcwd()] if "" in sys.path else [])
+    path = [str(Path(entry).absolute()) for entry in sys.path if entry] + (
+        [str(Path.cwd())] if "" in sys.path else []
+    )
     return [sys.executable, "-I", "-S", "-c", _BOOT, json.dumps(path), module, *arguments]
 
 
@@ -153,5 +155,3 @@ def _spawn(location: Location, timeout_s: float, options: tuple[str, ...]) -> No
         raise CoordinatorUnavailable(
             f"No coordinator could be started at {location.socket}: {last[-1] if last else 'it gave no reason'}"
         )
-
-

@@ -22,7 +22,9 @@ from .errors import CoordinatorUnavailable
 SOCKET_NAME = "krex.sock"
 SYSTEM_DIRECTORY = Path("/run/krex")
 
-_LOCAL_FILE_SYSTEMS = frozenset({"tmpfs", "ramfs", "ext2", "ext3", "ext4", "xfs", "btrfs", "overlay", "zfs", "f2fs"})
+_LOCAL_FILE_SYSTEMS = frozenset(
+    {"tmpfs", "ramfs", "ext2", "ext3", "ext4", "xfs", "btrfs", "overlay", "zfs", "f2fs"}
+)
 
 _LONGEST_ADDRESS_BYTES = 107
 _CONNECT_S = 2.0
@@ -69,10 +71,7 @@ def user_directory(uid: int | None = None) -> Path:
     """
     uid = os.getuid() if uid is None else uid
     session = Path(f"/run/user/{uid}")
-    if _is_private(session, uid):
-        directory = session / "krex"
-    else:
-        directory = Path(f"/dev/shm/krex-{uid}")  # noqa: S108: named after the uid and checked below
+    directory = session / "krex" if _is_private(session, uid) else Path(f"/dev/shm/krex-{uid}")  # noqa: S108 (named after the uid and checked below)
     return checked_directory(directory, uid)
 
 

@@ -38,7 +38,7 @@ class Part(msgspec.Struct, frozen=True, kw_only=True):
 # --- Parts -----------------------------------------------------------------------------------------------------
 
 
-class DeviceInfo(Part, kw_only=True):
+class DeviceInfo(Part, frozen=True, kw_only=True):
     """A device of this host. ``index`` is the driver's, None for the cpu; ``uuid`` is its identity everywhere."""
 
     uuid: str
@@ -52,14 +52,14 @@ class DeviceInfo(Part, kw_only=True):
     """Why a better gate is missing, and what to do about it; empty where nothing is."""
 
 
-class Reason(Part, kw_only=True):
+class Reason(Part, frozen=True, kw_only=True):
     """Why a verdict is not `clean`: a stable ``code`` and a sentence that says what to do."""
 
     code: str
     detail: str
 
 
-class SiblingReport(Part, kw_only=True):
+class SiblingReport(Part, frozen=True, kw_only=True):
     """What was done to one sibling process for one region."""
 
     pid: int
@@ -71,7 +71,7 @@ class SiblingReport(Part, kw_only=True):
     error: str = ""
 
 
-class OwnerEvidence(Part, kw_only=True):
+class OwnerEvidence(Part, frozen=True, kw_only=True):
     """What the owner's process read of itself around its region. None is "could not be read", never zero."""
 
     run_queue_delay_s: float | None = None
@@ -92,7 +92,7 @@ class OwnerEvidence(Part, kw_only=True):
     interrupted: bool = False
 
 
-class GuardianAudit(Part, kw_only=True):
+class GuardianAudit(Part, frozen=True, kw_only=True):
     """What the guardian saw of the siblings while all was still gated."""
 
     frozen_threads: int = 0
@@ -109,7 +109,7 @@ class GuardianAudit(Part, kw_only=True):
     """Participants that appeared during the region and were gated then."""
 
 
-class DeviceEvidence(Part, kw_only=True):
+class DeviceEvidence(Part, frozen=True, kw_only=True):
     """Process lists of the device at both ends. None: could not be read."""
 
     processes_before: tuple[int, ...] | None = None
@@ -119,7 +119,7 @@ class DeviceEvidence(Part, kw_only=True):
     error: str = ""
 
 
-class Evidence(Part, kw_only=True):
+class Evidence(Part, frozen=True, kw_only=True):
     """Everything that a verdict rests on."""
 
     owner: OwnerEvidence | None = None
@@ -127,7 +127,7 @@ class Evidence(Part, kw_only=True):
     device: dict[str, DeviceEvidence] = {}
 
 
-class ReportDevice(Part, kw_only=True):
+class ReportDevice(Part, frozen=True, kw_only=True):
     """The device of a report."""
 
     id: str
@@ -136,7 +136,7 @@ class ReportDevice(Part, kw_only=True):
     vendor: Vendor
 
 
-class RegionReport(Part, kw_only=True):
+class RegionReport(Part, frozen=True, kw_only=True):
     """One region: what was done, what was seen, and what that makes of its numbers."""
 
     version: int = 1
@@ -165,7 +165,7 @@ class RegionReport(Part, kw_only=True):
     evidence: Evidence = msgspec.field(default_factory=Evidence)
 
 
-class ParticipantStatus(Part, kw_only=True):
+class ParticipantStatus(Part, frozen=True, kw_only=True):
     """A process that the coordinator knows."""
 
     pid: int
@@ -182,7 +182,7 @@ class ParticipantStatus(Part, kw_only=True):
     paused_s: float = 0.0
 
 
-class HolderStatus(Part, kw_only=True):
+class HolderStatus(Part, frozen=True, kw_only=True):
     """A held region."""
 
     region_id: str
@@ -202,7 +202,7 @@ class HolderStatus(Part, kw_only=True):
     """Set once a region is held so long that others should know (5 s by default)."""
 
 
-class WaiterStatus(Part, kw_only=True):
+class WaiterStatus(Part, frozen=True, kw_only=True):
     """A queued request."""
 
     pid: int
@@ -220,7 +220,7 @@ class WaiterStatus(Part, kw_only=True):
     """The id that the region will have; `End` takes it too."""
 
 
-class DeviceStatus(Part, kw_only=True):
+class DeviceStatus(Part, frozen=True, kw_only=True):
     """A device with its holder and queue."""
 
     device: DeviceInfo
@@ -228,7 +228,7 @@ class DeviceStatus(Part, kw_only=True):
     queue: tuple[WaiterStatus, ...]
 
 
-class Status(Message, kw_only=True, tag="status"):
+class Status(Message, frozen=True, kw_only=True, tag="status"):
     """Snapshot of a host: the answer to `GetStatus`, and the first event of a subscription."""
 
     request_id: int = 0
@@ -249,7 +249,7 @@ class Status(Message, kw_only=True, tag="status"):
 # --- Client to coordinator -----------------------------------------------------------------------------------
 
 
-class Hello(Message, kw_only=True, tag="hello"):
+class Hello(Message, frozen=True, kw_only=True, tag="hello"):
     """First message of every connection. Identity is the socket's peer credentials, never these fields."""
 
     version: int = PROTOCOL_VERSION
@@ -260,7 +260,7 @@ class Hello(Message, kw_only=True, tag="hello"):
     notebook: str = ""
 
 
-class Acquire(Message, kw_only=True, tag="acquire"):
+class Acquire(Message, frozen=True, kw_only=True, tag="acquire"):
     """Ask for a region. Answered by `Queued` (zero or more), then `Granted` or `Failed`."""
 
     request_id: int
@@ -279,13 +279,13 @@ class Acquire(Message, kw_only=True, tag="acquire"):
     """Thread that measures; it alone is pinned under `isolate`."""
 
 
-class Confirm(Message, kw_only=True, tag="confirm"):
+class Confirm(Message, frozen=True, kw_only=True, tag="confirm"):
     """The owner saw its grant: the lease clock starts. Unanswered for 1 s, the next in line is served."""
 
     region_id: str
 
 
-class Release(Message, kw_only=True, tag="release"):
+class Release(Message, frozen=True, kw_only=True, tag="release"):
     """The region's end. Answered by `Released`, then the siblings go on."""
 
     request_id: int
@@ -293,20 +293,20 @@ class Release(Message, kw_only=True, tag="release"):
     owner: OwnerEvidence
 
 
-class Cancel(Message, kw_only=True, tag="cancel"):
+class Cancel(Message, frozen=True, kw_only=True, tag="cancel"):
     """Leave the queue, or abandon an entry in progress. Answered by `Failed` with code `cancelled`."""
 
     request_id: int
 
 
-class End(Message, kw_only=True, tag="end"):
+class End(Message, frozen=True, kw_only=True, tag="end"):
     """End a region or leave the queue on the owner's behalf: same uid, or root."""
 
     request_id: int
     region_id: str
 
 
-class Register(Message, kw_only=True, tag="register"):
+class Register(Message, frozen=True, kw_only=True, tag="register"):
     """A server registers one of its kernels; exactly one pidfd travels with the message."""
 
     request_id: int
@@ -315,7 +315,7 @@ class Register(Message, kw_only=True, tag="register"):
     notebook: str = ""
 
 
-class Ungate(Message, kw_only=True, tag="ungate"):
+class Ungate(Message, frozen=True, kw_only=True, tag="ungate"):
     """Thaw and unlock one process now, because a signal is about to be sent to it. Answered by `Done`."""
 
     request_id: int
@@ -323,14 +323,14 @@ class Ungate(Message, kw_only=True, tag="ungate"):
     why: str = "signal"
 
 
-class GetStatus(Message, kw_only=True, tag="get_status"):
+class GetStatus(Message, frozen=True, kw_only=True, tag="get_status"):
     """Ask for a `Status`."""
 
     request_id: int
     recent: int = 20
 
 
-class GetHistory(Message, kw_only=True, tag="get_history"):
+class GetHistory(Message, frozen=True, kw_only=True, tag="get_history"):
     """Ask for a `History`, newest first."""
 
     request_id: int
@@ -342,20 +342,20 @@ class GetHistory(Message, kw_only=True, tag="get_history"):
     """Unix time; 0 is no bound."""
 
 
-class GetReport(Message, kw_only=True, tag="get_report"):
+class GetReport(Message, frozen=True, kw_only=True, tag="get_report"):
     """Ask for one report by its region id: a `History` of one, or `Failed` with `not_found`."""
 
     request_id: int
     region_id: str
 
 
-class Subscribe(Message, kw_only=True, tag="subscribe"):
+class Subscribe(Message, frozen=True, kw_only=True, tag="subscribe"):
     """Ask for a `Status`, then an `Event` per change."""
 
     request_id: int
 
 
-class Ping(Message, kw_only=True, tag="ping"):
+class Ping(Message, frozen=True, kw_only=True, tag="ping"):
     """Is somebody there? Answered by `Pong`."""
 
     request_id: int
@@ -364,7 +364,7 @@ class Ping(Message, kw_only=True, tag="ping"):
 # --- Coordinator to client ------------------------------------------------------------------------------------
 
 
-class Welcome(Message, kw_only=True, tag="welcome"):
+class Welcome(Message, frozen=True, kw_only=True, tag="welcome"):
     """Answer to `Hello`."""
 
     version: int
@@ -376,7 +376,7 @@ class Welcome(Message, kw_only=True, tag="welcome"):
     max_hold_s: float
 
 
-class Queued(Message, kw_only=True, tag="queued"):
+class Queued(Message, frozen=True, kw_only=True, tag="queued"):
     """Where a request stands; sent when that changes."""
 
     request_id: int
@@ -387,7 +387,7 @@ class Queued(Message, kw_only=True, tag="queued"):
     eta_s: float | None = None
 
 
-class Granted(Message, kw_only=True, tag="granted"):
+class Granted(Message, frozen=True, kw_only=True, tag="granted"):
     """The region is the caller's. It answers with `Confirm`."""
 
     request_id: int
@@ -403,14 +403,14 @@ class Granted(Message, kw_only=True, tag="granted"):
     siblings: tuple[SiblingReport, ...] = ()
 
 
-class Released(Message, kw_only=True, tag="released"):
+class Released(Message, frozen=True, kw_only=True, tag="released"):
     """Answer to `Release`."""
 
     request_id: int
     report: RegionReport
 
 
-class Revoked(Message, kw_only=True, tag="revoked"):
+class Revoked(Message, frozen=True, kw_only=True, tag="revoked"):
     """Exclusivity ended before the region did; its siblings go on already."""
 
     region_id: str
@@ -418,7 +418,7 @@ class Revoked(Message, kw_only=True, tag="revoked"):
     detail: str
 
 
-class Failed(Message, kw_only=True, tag="failed"):
+class Failed(Message, frozen=True, kw_only=True, tag="failed"):
     """A request came to nothing. ``code`` is stable; ``detail`` says what happened and what to do."""
 
     request_id: int
@@ -437,29 +437,31 @@ class Failed(Message, kw_only=True, tag="failed"):
     detail: str
 
 
-class Done(Message, kw_only=True, tag="done"):
+class Done(Message, frozen=True, kw_only=True, tag="done"):
     """A request without a result of its own was carried out."""
 
     request_id: int
 
 
-class Pong(Message, kw_only=True, tag="pong"):
+class Pong(Message, frozen=True, kw_only=True, tag="pong"):
     """Answer to `Ping`."""
 
     request_id: int
 
 
-class History(Message, kw_only=True, tag="history"):
+class History(Message, frozen=True, kw_only=True, tag="history"):
     """Reports, newest first."""
 
     request_id: int
     reports: tuple[RegionReport, ...]
 
 
-class Event(Message, kw_only=True, tag="event"):
+class Event(Message, frozen=True, kw_only=True, tag="event"):
     """Something changed. ``status`` events carry a fresh snapshot; the others say what happened."""
 
-    kind: Literal["queued", "granted", "released", "revoked", "left", "registered", "gone", "notice", "status"]
+    kind: Literal[
+        "queued", "granted", "released", "revoked", "left", "registered", "gone", "notice", "status"
+    ]
     at: float
     """Unix time."""
     region_id: str = ""
@@ -495,7 +497,7 @@ FromCoordinator: TypeAlias = (
 # --- Coordinator and guardian -----------------------------------------------------------------------------------
 
 
-class ProcessRef(Part, kw_only=True):
+class ProcessRef(Part, frozen=True, kw_only=True):
     """A process that cannot be confused with a later one of the same pid."""
 
     pid: int
@@ -505,7 +507,7 @@ class ProcessRef(Part, kw_only=True):
     """`st_ino` of its pidfd: unique from Linux 6.9 on, 0 below that."""
 
 
-class Watch(Message, kw_only=True, tag="watch"):
+class Watch(Message, frozen=True, kw_only=True, tag="watch"):
     """A participant the guardian should keep ready for gating; its pidfd travels with the message."""
 
     process: ProcessRef
@@ -517,19 +519,19 @@ class Watch(Message, kw_only=True, tag="watch"):
     """Not empty: reserved cores that this participant's threads are to stay off, from now on."""
 
 
-class Waits(Message, kw_only=True, tag="waits"):
+class Waits(Message, frozen=True, kw_only=True, tag="waits"):
     """A participant began to wait for its region: what CPU it uses from now on tells whether it truly waits."""
 
     process: ProcessRef
 
 
-class Forget(Message, kw_only=True, tag="forget"):
+class Forget(Message, frozen=True, kw_only=True, tag="forget"):
     """A watched process is gone or left."""
 
     process: ProcessRef
 
 
-class SiblingRequest(Part, kw_only=True):
+class SiblingRequest(Part, frozen=True, kw_only=True):
     """A participant other than the owner, as the coordinator knows it."""
 
     process: ProcessRef
@@ -542,7 +544,7 @@ class SiblingRequest(Part, kw_only=True):
     """UUIDs it has GPU contexts on, as far as known; None: unknown."""
 
 
-class Enter(Message, kw_only=True, tag="enter"):
+class Enter(Message, frozen=True, kw_only=True, tag="enter"):
     """Gate the siblings of a region. Answered by `Entered`."""
 
     region_id: str
@@ -559,7 +561,7 @@ class Enter(Message, kw_only=True, tag="enter"):
     """The driver's lock was probed and works here."""
 
 
-class Entered(Message, kw_only=True, tag="entered"):
+class Entered(Message, frozen=True, kw_only=True, tag="entered"):
     """All siblings are gated, or `error` says why not (then nothing of this region is gated any more)."""
 
     region_id: str
@@ -570,53 +572,53 @@ class Entered(Message, kw_only=True, tag="entered"):
     error: str = ""
 
 
-class StartLease(Message, kw_only=True, tag="start_lease"):
+class StartLease(Message, frozen=True, kw_only=True, tag="start_lease"):
     """The owner confirmed: its time runs."""
 
     region_id: str
 
 
-class Audit(Message, kw_only=True, tag="audit"):
+class Audit(Message, frozen=True, kw_only=True, tag="audit"):
     """Read the evidence while all is still gated. Answered by `Audited`."""
 
     region_id: str
 
 
-class Audited(Message, kw_only=True, tag="audited"):
+class Audited(Message, frozen=True, kw_only=True, tag="audited"):
     """Answer to `Audit`."""
 
     region_id: str
     audit: GuardianAudit
 
 
-class Leave(Message, kw_only=True, tag="leave"):
+class Leave(Message, frozen=True, kw_only=True, tag="leave"):
     """Thaw, then unlock, what no other region gates. Answered by `Left`."""
 
     region_id: str
 
 
-class Left(Message, kw_only=True, tag="left"):
+class Left(Message, frozen=True, kw_only=True, tag="left"):
     """Answer to `Leave`; ``failed`` names what could not be undone, and why."""
 
     region_id: str
     failed: tuple[tuple[int, str], ...] = ()
 
 
-class Spare(Message, kw_only=True, tag="spare"):
+class Spare(Message, frozen=True, kw_only=True, tag="spare"):
     """Take one process out of every gate now. Answered by `Spared`."""
 
     pid: int
     why: str
 
 
-class Spared(Message, kw_only=True, tag="spared"):
+class Spared(Message, frozen=True, kw_only=True, tag="spared"):
     """Answer to `Spare`; the regions it was gated for."""
 
     pid: int
     regions: tuple[str, ...]
 
 
-class Undone(Message, kw_only=True, tag="undone"):
+class Undone(Message, frozen=True, kw_only=True, tag="undone"):
     """The guardian undid a region unasked: its deadline passed, or its owner died."""
 
     region_id: str
@@ -624,13 +626,13 @@ class Undone(Message, kw_only=True, tag="undone"):
     detail: str
 
 
-class Heartbeat(Message, kw_only=True, tag="heartbeat"):
+class Heartbeat(Message, frozen=True, kw_only=True, tag="heartbeat"):
     """Sent both ways while anything is gated; 0.5 s late means dead or stopped."""
 
     count: int
 
 
-class Ready(Message, kw_only=True, tag="ready"):
+class Ready(Message, frozen=True, kw_only=True, tag="ready"):
     """The guardian has the journal's lock and has replayed it."""
 
     pid: int
@@ -638,7 +640,7 @@ class Ready(Message, kw_only=True, tag="ready"):
     """Processes it had to set free."""
 
 
-class Warned(Message, kw_only=True, tag="warned"):
+class Warned(Message, frozen=True, kw_only=True, tag="warned"):
     """Something the administrator or the user should read in status and log."""
 
     detail: str

@@ -33,11 +33,19 @@ def parser() -> argparse.ArgumentParser:
 def add_arguments(found: argparse.ArgumentParser) -> None:
     """Its options."""
     found.add_argument("--socket", type=Path, help="where to listen (default: this user's place)")
-    found.add_argument("--state-dir", type=Path, help="journal, log and probe results (default: beside the socket)")
-    found.add_argument("--lock-dir", type=Path, help="lock files of held devices (default: this user's place)")
+    found.add_argument(
+        "--state-dir", type=Path, help="journal, log and probe results (default: beside the socket)"
+    )
+    found.add_argument(
+        "--lock-dir", type=Path, help="lock files of held devices (default: this user's place)"
+    )
     found.add_argument("--config", type=Path, help="settings, as TOML")
-    found.add_argument("--foreground", action="store_true", help="stay in the foreground, and do not end when idle")
-    found.add_argument("--idle-exit", type=float, metavar="S", help="end after S seconds without participants; 0: never")
+    found.add_argument(
+        "--foreground", action="store_true", help="stay in the foreground, and do not end when idle"
+    )
+    found.add_argument(
+        "--idle-exit", type=float, metavar="S", help="end after S seconds without participants; 0: never"
+    )
     found.add_argument("--driver", default="", help=argparse.SUPPRESS)
     found.add_argument("--backend", action="append", default=[], help=argparse.SUPPRESS)
 
@@ -47,11 +55,11 @@ def run(arguments: argparse.Namespace) -> int:
     raise_descriptor_limit()
     try:
         if arguments.foreground:
-            _serve(arguments, lambda: print(f"listening at {arguments.socket}", flush=True))  # noqa: T201: a command's output
+            _serve(arguments, lambda: print(f"listening at {arguments.socket}", flush=True))
         else:
             detach(lambda ready: _serve(arguments, ready))
     except (OSError, CoordinatorUnavailable, TimeoutError, ValueError) as error:
-        print(f"krex: {error}", file=sys.stderr)  # noqa: T201: read by whoever started this
+        print(f"krex: {error}", file=sys.stderr)
         return 1
     return 0
 
@@ -107,7 +115,9 @@ def _only_coordinator(state: Path, socket: Path) -> int:
 def _open_log(path: Path) -> IO[str]:
     fresh = path.exists() and path.stat().st_size > _LOG_BYTES
     log = path.open("w" if fresh else "a", encoding="utf-8", buffering=1)
-    logging.basicConfig(stream=log, level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s %(message)s")
+    logging.basicConfig(
+        stream=log, level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s %(message)s"
+    )
     return log
 
 

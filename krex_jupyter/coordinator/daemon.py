@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import functools
 import logging
 import os
 import selectors
@@ -24,10 +25,11 @@ import uuid
 from collections import deque
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, IO
+from typing import IO, TYPE_CHECKING
 
-from krex_jupyter.identity import ProcessRef, pid_of, read_stat, reference
+from krex_jupyter.identity import pid_of, read_stat, reference
 from krex_jupyter.protocol import (
+    PROTOCOL_VERSION,
     Acquire,
     Audit,
     Audited,
@@ -49,7 +51,6 @@ from krex_jupyter.protocol import (
     GetReport,
     GetStatus,
     Granted,
-    GuardianAudit,
     Heartbeat,
     Hello,
     History,
@@ -60,11 +61,11 @@ from krex_jupyter.protocol import (
     ParticipantStatus,
     Ping,
     Pong,
-    PROTOCOL_VERSION,
+    ProcessRef,
     Queued,
     Ready,
-    Register,
     RegionReport,
+    Register,
     Release,
     Released,
     Revoked,
@@ -213,7 +214,9 @@ class Coordinator:
             if now_s - self._guardian.heard_s > LATE_S and self._guardian.ready:
                 self._on_guardian()  # Its messages may lie unread because this process was held up.
                 if now_s - self._guardian.heard_s > LATE_S:
-                    self._guardian_lost(f"the guardian was not heard for {now_s - self._guardian.heard_s:.1f} s")
+                    self._guardian_lost(
+                        f"the guardian was not heard for {now_s - self._guardian.heard_s:.1f} s"
+                    )
         if now_s >= self._pump_s:
             self._pump()
         idle_s = now_s - self._empty_since_s
@@ -249,10 +252,17 @@ class Coordinator:
                 _log.warning("refused a connection: %s", error)
                 continue
             self._connections.add(connection)
-            self._selector.register(connection, selectors.EVENT_READ, lambda mask, c=connection: self._on_ready(c, mask))
             self._selector.register(
-                connection.peer.pidfd, selectors.EVENT_READ, lambda _, c=connection: self._drop_connection(c)
+                connection, selectors.EVENT_READ, functools.partial(self._on_ready, connection)
             )
+            self._selector.register(
+                connection.peer.pidfd,
+                selectors.EVENT_READ,
+                functools.partial(self._on_peer_ended, connection),
+            )
+
+    def _on_peer_ended(self, connection: Connection, _mask: int) -> None:
+        self._drop_connection(connection)
 
     def _on_ready(self, connection: Connection, mask: int) -> None:
         if mask & selectors.EVENT_WRITE:
@@ -320,7 +330,9 @@ class Coordinator:
             self._on_hello(connection, message)
             return
         if connection.hello is None:
-            self._send(connection, Failed(request_id=0, code="bad_request", detail="the first message must be hello"))
+            self._send(
+                connection, Failed(request_id=0, code="bad_request", detail="the first message must be hello")
+            )
             self._drop_connection(connection)
             return
         match message:
@@ -342,7 +354,9 @@ class Coordinator:
                 self._send(connection, self._status(connection, message.request_id, message.recent))
             case GetHistory():
                 self._write_history()
-                self._history.find(message, self._only_uid(connection), self._answer_history(connection, message.request_id))
+                self._history.find(
+                    message, self._only_uid(connection), self._answer_history(connection, message.request_id)
+                )
             case GetReport():
                 self._on_get_report(connection, message)
             case Subscribe():
@@ -353,10 +367,17 @@ class Coordinator:
 
     def _on_hello(self, connection: Connection, hello: Hello) -> None:
         if hello.version > PROTOCOL_VERSION:
-            _log.info("pid %d speaks protocol %d, this is %d", connection.peer.process.pid, hello.version, PROTOCOL_VERSION)
+            _log.info(
+                "pid %d speaks protocol %d, this is %d",
+                connection.peer.process.pid,
+                hello.version,
+                PROTOCOL_VERSION,
+            )
         connection.hello = hello
         if hello.role != "viewer":
-            participant = self._participant(connection.peer.process, connection.peer.uid, connection.peer.pidfd)
+            participant = self._participant(
+                connection.peer.process, connection.peer.uid, connection.peer.pidfd
+            )
             participant.connections.add(connection)
             participant.protected |= hello.role == "server"
             participant.joined = True
@@ -367,6 +388,7 @@ class Coordinator:
             connection.participant = participant
             if len(participant.connections) == 1:
                 self._tell_guardian(participant)
+                self._guard_late(participant)
         self._send(
             connection,
             Welcome(
@@ -408,6 +430,20 @@ class Coordinator:
             fds=(participant.pidfd,),
         )
 
+    def _guard_late(self, participant: Participant) -> None:
+        """Bring regions that had nobody to gate to the guardian, now that there is somebody."""
+        for region in self._regions.values():
+            if (
+                region.phase in ("granted", "held")
+                and not region.guarded
+                and region.cpu_policy != "share"
+                and region.participant is not participant
+                and not participant.protected
+            ):
+                region.guarded = True
+                self._send_enter(region, self._siblings_of(region))
+                self._guardian.send(StartLease(region_id=region.region_id))
+
     def _remove_participant(self, participant: Participant) -> None:
         """Its process ended, or it left."""
         if self._participants.pop(participant.key, None) is None:
@@ -427,15 +463,23 @@ class Coordinator:
         return participant.joined or rule == "all" or (rule == "gpu" and participant.gpu_library is True)
 
     def _on_register(self, connection: Connection, message: Register, fds: list[int]) -> None:
+        pid = pid_of(fds[0]) if len(fds) == 1 else 0
+        process = reference(pid, fds[0]) if pid > 0 else None
+        owner = _uid_of(pid) if pid > 0 else -1
         problem = ""
         if len(fds) != 1:
             problem = "exactly one pidfd must come with it"
-        elif (pid := pid_of(fds[0])) <= 0 or (process := reference(pid, fds[0])) is None:
+        elif process is None:
             problem = "the process is gone"
-        elif connection.peer.uid not in (0, owner := _uid_of(pid)):
+        elif connection.peer.uid not in (0, owner):
             problem = f"process {pid} belongs to uid {owner}, not to the caller"
-        if problem:
-            self._send(connection, Failed(request_id=message.request_id, code="bad_request", detail=f"not registered: {problem}"))
+        if problem or process is None:
+            self._send(
+                connection,
+                Failed(
+                    request_id=message.request_id, code="bad_request", detail=f"not registered: {problem}"
+                ),
+            )
             return
         participant = self._participant(process, owner, fds[0])
         participant.registered = True
@@ -443,6 +487,7 @@ class Coordinator:
         participant.kernel_id = message.kernel_id or participant.kernel_id
         participant.notebook = message.notebook or participant.notebook
         self._tell_guardian(participant)
+        self._guard_late(participant)
         self._send(connection, Done(request_id=message.request_id))
         self._status_changed()
 
@@ -464,7 +509,9 @@ class Coordinator:
         waiting = self._spares.setdefault(message.pid, [])
         waiting.append((connection, message.request_id))
         self._guardian.send(Spare(pid=message.pid, why=message.why))
-        self._timers.at(time.monotonic() + _SPARE_BOUND_S, lambda: self._on_spared(Spared(pid=message.pid, regions=())))
+        self._timers.at(
+            time.monotonic() + _SPARE_BOUND_S, lambda: self._on_spared(Spared(pid=message.pid, regions=()))
+        )
 
     def _on_spared(self, message: Spared) -> None:
         for connection, request_id in self._spares.pop(message.pid, []):
@@ -515,9 +562,9 @@ class Coordinator:
             return _bad(acquire, "a region names at least one device, and none twice")
         if acquire.device_ids and len(acquire.device_ids) != len(acquire.devices):
             return _bad(acquire, "device_ids and devices must go together")
-        for name in (acquire.timeout_s, acquire.max_hold_s):
-            if name is not None and not 0 <= name < float("inf"):
-                return _bad(acquire, f"a time must be a number of seconds, 0 or more, not {name}")
+        for bound_s in (acquire.timeout_s, acquire.max_hold_s):
+            if bound_s is not None and not 0 <= bound_s < float("inf"):
+                return _bad(acquire, f"a time must be a number of seconds, 0 or more, not {bound_s}")
         known = {info.uuid: info for info in self._devices.infos}
         for name in acquire.devices:
             if name not in known:
@@ -532,7 +579,7 @@ class Coordinator:
                 return Failed(
                     request_id=acquire.request_id,
                     code="unsupported",
-                    detail="cpu='isolate' makes no sense on the cpu device, where every core is measured. Use 'freeze'.",
+                    detail="cpu='isolate' makes no sense on the cpu device, where every core is measured; use 'freeze'",
                 )
             if not any(self._reserved_cores.get(name) for name in acquire.devices):
                 return Failed(
@@ -575,7 +622,9 @@ class Coordinator:
             if region.phase in ("entering", "granted", "held"):
                 pids |= {sibling.pid for sibling in region.siblings if sibling.gate != "observe"}
         if pids:
-            gated = {key for key, participant in self._participants.items() if participant.process.pid in pids}
+            gated = {
+                key for key, participant in self._participants.items() if participant.process.pid in pids
+            }
         return gated
 
     def _announce(self) -> None:
@@ -618,7 +667,9 @@ class Coordinator:
             if not self._guardian.ready:
                 return f"{names} is free; waiting for the guardian to be ready."
             return f"{names} is free; waiting for the pause that lets work outside regions go on."
-        who = holder.participant.notebook or holder.participant.label or f"pid {holder.participant.process.pid}"
+        who = (
+            holder.participant.notebook or holder.participant.label or f"pid {holder.participant.process.pid}"
+        )
         if holder.phase == "entering":
             return f"{names} goes to {who} (pid {holder.participant.process.pid}), which is about to hold it."
         held_s = time.monotonic() - holder.granted_s
@@ -643,7 +694,10 @@ class Coordinator:
     def _on_cancel(self, connection: Connection, message: Cancel) -> None:
         region = self._of_connection.get(connection)
         if region is None or region.acquire.request_id != message.request_id:
-            self._send(connection, Failed(request_id=message.request_id, code="cancelled", detail="nothing was waiting"))
+            self._send(
+                connection,
+                Failed(request_id=message.request_id, code="cancelled", detail="nothing was waiting"),
+            )
             return
         self._fail(region, "cancelled", "cancelled by its caller")
         self._give_up(region)
@@ -661,13 +715,21 @@ class Coordinator:
         if region is None:
             self._send(
                 connection,
-                Failed(request_id=message.request_id, code="not_found", detail=f"no region {message.region_id} is queued or held"),
+                Failed(
+                    request_id=message.request_id,
+                    code="not_found",
+                    detail=f"no region {message.region_id} is queued or held",
+                ),
             )
             return
         if connection.peer.uid not in (0, region.participant.uid):
             self._send(
                 connection,
-                Failed(request_id=message.request_id, code="not_permitted", detail="the region belongs to somebody else"),
+                Failed(
+                    request_id=message.request_id,
+                    code="not_permitted",
+                    detail="the region belongs to somebody else",
+                ),
             )
             return
         if region.phase == "queued":
@@ -704,8 +766,15 @@ class Coordinator:
             self._grant(region, now_s)
             return
         region.guarded = True
-        self._beat_s = now_s
-        self._guardian.heard_s = max(self._guardian.heard_s, now_s)
+        self._send_enter(region, siblings)
+        self._timers.at(
+            now_s + _ENTER_BOUND_S,
+            lambda: self._guardian_lost("an entry took too long") if region.phase == "entering" else None,
+        )
+
+    def _send_enter(self, region: Region, siblings: tuple[SiblingRequest, ...]) -> None:
+        self._beat_s = time.monotonic()
+        self._guardian.heard_s = max(self._guardian.heard_s, self._beat_s)
         self._guardian.send(
             Enter(
                 region_id=region.region_id,
@@ -720,10 +789,6 @@ class Coordinator:
                 max_hold_s=region.max_hold_s,
                 driver_lock=self._driver_lock,
             )
-        )
-        self._timers.at(
-            now_s + _ENTER_BOUND_S,
-            lambda: self._guardian_lost("an entry took too long") if region.phase == "entering" else None,
         )
 
     def _siblings_of(self, region: Region) -> tuple[SiblingRequest, ...]:
@@ -742,7 +807,11 @@ class Coordinator:
         )
 
     def _is_handing_over(self, participant: Participant) -> bool:
-        return all(r.phase == "leaving" for r in self._regions.values() if r.participant is participant and r.occupies)
+        return all(
+            r.phase == "leaving"
+            for r in self._regions.values()
+            if r.participant is participant and r.occupies
+        )
 
     def _lock_devices(self, region: Region) -> str:
         """Take the lock file of each device; returns who has it otherwise."""
@@ -771,6 +840,11 @@ class Coordinator:
 
     def _on_entered(self, message: Entered) -> None:
         region = self._regions.get(message.region_id)
+        if region is not None and region.phase in ("granted", "held") and not message.error:
+            # Somebody appeared during a region that had nobody to gate until then.
+            region.siblings += message.siblings
+            self._arbiter.note_gated(region.region_id, time.monotonic(), frozen=region.frozen)
+            self._watch_for_stuck_owner()
         if region is None or region.phase != "entering":
             return
         if message.error:
@@ -820,7 +894,10 @@ class Coordinator:
             self._guardian.send(StartLease(region_id=region.region_id))
             self._watch_for_stuck_owner()
         if region.max_hold_s:
-            self._timers.at(time.monotonic() + region.max_hold_s + (0.1 if region.guarded else 0.0), lambda: self._lease_over(region))
+            self._timers.at(
+                time.monotonic() + region.max_hold_s + (0.1 if region.guarded else 0.0),
+                lambda: self._lease_over(region),
+            )
         self._timers.at(time.monotonic() + self._settings.notice_s, self._status_changed)
         self._event("granted", region.participant, region)
 
@@ -881,7 +958,7 @@ class Coordinator:
             for info in region.devices:
                 if info.vendor != "cpu":
                     region.due.add(info.uuid)
-                    self._watch.look(info.uuid, lambda look, uuid=info.uuid: self._on_look(region, uuid, look))
+                    self._watch.look(info.uuid, functools.partial(self._on_look, region, info.uuid))
         if region.due:
             self._timers.at(region.released_s + _EVIDENCE_BOUND_S, lambda: self._evidence_late(region))
         else:
@@ -1007,7 +1084,9 @@ class Coordinator:
         match message:
             case Ready():
                 if message.replayed:
-                    self._notice(f"{message.replayed} processes that an earlier guardian had left gated were set free")
+                    self._notice(
+                        f"{message.replayed} processes that an earlier guardian had left gated were set free"
+                    )
                 self._pump()
             case Entered():
                 self._on_entered(message)
@@ -1111,15 +1190,21 @@ class Coordinator:
         self._status_due = False
         for connection in list(self._connections):
             if connection.subscribed:
-                self._send(connection, Event(kind="status", at=time.time(), status=self._status(connection, 0, 0)))
+                self._send(
+                    connection, Event(kind="status", at=time.time(), status=self._status(connection, 0, 0))
+                )
 
     def _only_uid(self, connection: Connection) -> int | None:
         """Whose records a connection may see: everybody's where there is one user, else its own."""
         return connection.peer.uid if self._system and connection.peer.uid != 0 else None
 
-    def _answer_history(self, connection: Connection, request_id: int) -> Callable[[list[RegionReport]], None]:
+    def _answer_history(
+        self, connection: Connection, request_id: int
+    ) -> Callable[[list[RegionReport]], None]:
         def found(reports: list[RegionReport]) -> None:
-            self._workers.post(lambda: self._send(connection, History(request_id=request_id, reports=tuple(reports))))
+            self._workers.post(
+                lambda: self._send(connection, History(request_id=request_id, reports=tuple(reports)))
+            )
 
         return found
 
@@ -1178,7 +1263,9 @@ class Coordinator:
             if info.uuid in (region := self._regions[region_id]).ticket.devices
         ]
         return DeviceStatus(
-            device=info, holder=None if holder is None else self._holder_status(holder, now_s), queue=tuple(queue)
+            device=info,
+            holder=None if holder is None else self._holder_status(holder, now_s),
+            queue=tuple(queue),
         )
 
     def _holder_status(self, region: Region, now_s: float) -> HolderStatus:
@@ -1257,7 +1344,7 @@ def serve(
 
         devices = discover(backends)
         gpus = [info for info in devices.infos if info.vendor != "cpu"]
-        cores = reserve(read_topology(), dict.fromkeys((info.uuid for info in gpus))) if gpus else {}
+        cores = reserve(read_topology(), dict.fromkeys(info.uuid for info in gpus)) if gpus else {}
         coordinator = Coordinator(
             socket_path=socket_path,
             settings=settings,
@@ -1303,7 +1390,7 @@ def _bad(acquire: Acquire, detail: str) -> Failed:
 
 def _uid_of(pid: int) -> int:
     try:
-        return os.stat(f"/proc/{pid}").st_uid
+        return Path(f"/proc/{pid}").stat().st_uid
     except OSError:
         return -1
 

@@ -49,7 +49,9 @@ class History:
         """
         self._candidates = candidates
         self._notice = notice
-        self._work: queue.SimpleQueue[Callable[[sqlite3.Connection], None] | RegionReport | None] = queue.SimpleQueue()
+        self._work: queue.SimpleQueue[Callable[[sqlite3.Connection], None] | RegionReport | None] = (
+            queue.SimpleQueue()
+        )
         self._decoder = msgspec.json.Decoder(RegionReport)
         self._encoder = msgspec.json.Encoder()
         self._thread = threading.Thread(target=self._serve, name="krex-history", daemon=True)
@@ -97,7 +99,9 @@ class History:
         if uid is not None:
             conditions.append("uid = ?")
             values.append(uid)
-        statement = f"SELECT body FROM report WHERE {' AND '.join(conditions)} ORDER BY started_at DESC LIMIT ?"  # noqa: S608: the conditions are this class's own literals
+        statement = (
+            f"SELECT body FROM report WHERE {' AND '.join(conditions)} ORDER BY started_at DESC LIMIT ?"  # noqa: S608 (the conditions are this class's own literals)
+        )
 
         def run(database: sqlite3.Connection) -> None:
             rows = database.execute(statement, [*values, limit]).fetchall()
@@ -137,7 +141,15 @@ class History:
             database.executemany(
                 "INSERT OR REPLACE INTO report VALUES (?, ?, ?, ?, ?, ?, ?)",
                 [
-                    (r.region_id, r.started_at, r.device.uuid, r.label, r.verdict, r.uid, self._encoder.encode(r))
+                    (
+                        r.region_id,
+                        r.started_at,
+                        r.device.uuid,
+                        r.label,
+                        r.verdict,
+                        r.uid,
+                        self._encoder.encode(r),
+                    )
                     for r in batch
                 ],
             )
@@ -175,7 +187,9 @@ def _open_file(path: Path) -> sqlite3.Connection:
 def _prepare(database: sqlite3.Connection) -> sqlite3.Connection:
     found = int(database.execute("PRAGMA user_version").fetchone()[0])
     if found > SCHEMA_VERSION:
-        raise sqlite3.DatabaseError(f"it has schema {found}, made by a newer KREX; this one knows {SCHEMA_VERSION}")
+        raise sqlite3.DatabaseError(
+            f"it has schema {found}, made by a newer KREX; this one knows {SCHEMA_VERSION}"
+        )
     with database:
         database.executescript(_SCHEMA)
         database.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")

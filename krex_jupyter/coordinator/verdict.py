@@ -125,9 +125,17 @@ def _judge_siblings(facts: Facts, bounds: Thresholds, say: Say) -> None:
             f"Run it again.",
         )
     for pid in audit.unlocked:
-        say("contended", "sibling_ran", f"{labels.get(pid, f'pid {pid}')} was unlocked by somebody. Run it again.")
+        say(
+            "contended",
+            "sibling_ran",
+            f"{labels.get(pid, f'pid {pid}')} was unlocked by somebody. Run it again.",
+        )
     for pid in audit.unreadable:
-        say("unknown", "evidence_missing", f"CPU time of {labels.get(pid, f'pid {pid}')} could not be read. Run it again.")
+        say(
+            "unknown",
+            "evidence_missing",
+            f"CPU time of {labels.get(pid, f'pid {pid}')} could not be read. Run it again.",
+        )
     for pid in audit.released_for_signal:
         say(
             "suspect",

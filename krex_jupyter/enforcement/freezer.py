@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from krex_jupyter.identity import read_stat
+
 from .processes import ProcessHandle
 
 Announce = Callable[[list[ProcessHandle]], None]
@@ -81,7 +82,8 @@ def freeze(
         generation = newborn(stopped)
         if generation and time.monotonic() > give_up_s:
             result.refused += [
-                (handle, f"its family still grew after {freeze_s:g} s of stopping it") for handle in generation
+                (handle, f"its family still grew after {freeze_s:g} s of stopping it")
+                for handle in generation
             ]
             break
     return result

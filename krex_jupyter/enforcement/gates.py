@@ -27,12 +27,12 @@ from dataclasses import dataclass, field
 
 from krex_jupyter.protocol import ProcessRef
 from krex_jupyter.workers import Workers
+
 from .driver_lock import DriverLock, meaning
 from .freezer import freeze, resume, wait_running
 from .journal import Act, Journal, State
 from .processes import ProcessHandle
 from .scanner import Scanner
-
 
 LOCK_S = 5.0
 """Longest wait for a sibling's submitted work to finish."""
@@ -101,7 +101,9 @@ class Gates:
     def of_root(self, root: int) -> list[Gated]:
         """Gated members of a participant, itself included."""
         return [
-            gated for pid, gated in self._gated.items() if pid == root or self._scanner.member_of.get(pid) == root
+            gated
+            for pid, gated in self._gated.items()
+            if pid == root or self._scanner.member_of.get(pid) == root
         ]
 
     def hold(self, pid: int, region_id: str) -> Gated | None:
@@ -142,9 +144,9 @@ class Gates:
         region_id: str,
         adopt: Callable[[ProcessHandle], bool],
     ) -> tuple[list[tuple[Gated, str]], float]:
-        """Freeze processes and what they bear meanwhile; returns the refused ones with the reason, and the
-        seconds spent on proving that the others stand still.
+        """Freeze processes and what they bear meanwhile.
 
+        Returns the refused ones with the reason, and the seconds spent on proving that the others stand still.
         ``adopt`` is asked for every newborn process whether it is to be frozen too. Raises `OSError` where the
         journal cannot be written; what was frozen before that is undone by releasing the region.
         """

@@ -49,6 +49,7 @@ from krex_jupyter.protocol import (
 )
 from krex_jupyter.wire import Assembler, WireError, close_all, guardian_side, receive_packet
 from krex_jupyter.workers import Workers
+
 from .driver_lock import DriverLock, load, meaning
 from .freezer import resume, wait_running
 from .gates import LOCK_S, RC_GONE, RC_NO_CONTEXT, RC_NOT_READY, RC_OK, RC_STOPPED, Gated, Gates
@@ -67,9 +68,11 @@ _SCAN_BUSY_S = 1.0
 _SCAN_IDLE_S = 5.0
 _BUSY_FOR_S = 60.0
 _WAITER_SHARE = 0.02
-"""A waiter that used more than this share of a core since it began to wait is frozen like anybody else."""
+_WAITER_FLOOR_S = 0.005
+"""A waiter that used more than this much CPU, and more than this share of a core, since it began to wait is frozen
+like anybody else. The floor is what going to sleep itself takes."""
 _WAITER_OBSERVED_S = 0.02
-"""Over a shorter time a waiter's CPU use says nothing, and it is frozen."""
+"""Over a shorter time CPU use says little: then no thread of the waiter may be runnable, either."""
 
 
 @dataclass(eq=False, slots=True)
@@ -173,10 +176,14 @@ class Guardian:
                 late_s = now_s - self._heard_s
                 self._heard_s = now_s
                 for region in list(self._regions.values()):
-                    self._undo(region, "coordinator_late", f"the coordinator was not heard for {late_s:.1f} s")
+                    self._undo(
+                        region, "coordinator_late", f"the coordinator was not heard for {late_s:.1f} s"
+                    )
             for region in list(self._regions.values()):
                 if region.lease_ends_s <= now_s:
-                    self._undo(region, "max_hold", f"it was held longer than max_hold={region.enter.max_hold_s:g} s")
+                    self._undo(
+                        region, "max_hold", f"it was held longer than max_hold={region.enter.max_hold_s:g} s"
+                    )
         if self._participants and now_s >= self._next_scan_s and not self._measuring():
             self._scanner.start()
             busy = now_s - self._last_region_s < _BUSY_FOR_S
@@ -296,10 +303,10 @@ class Guardian:
     def _truly_waits(self, participant: _Participant) -> bool:
         """Whether a process that is blocked in our client really uses no CPU."""
         waited_s = time.monotonic() - participant.waits_since_s
-        if waited_s < _WAITER_OBSERVED_S:
+        if waited_s < _WAITER_OBSERVED_S and participant.handle.threads_in("RD"):
             return False
         used_s = (sum(participant.handle.cpu_ns().values()) - participant.waits_cpu_ns) / 1e9
-        return used_s <= _WAITER_SHARE * waited_s
+        return used_s <= max(_WAITER_SHARE * waited_s, _WAITER_FLOOR_S)
 
     def _forget(self, message: Forget) -> None:
         participant = self._participants.get(message.process.pid)
@@ -415,7 +422,9 @@ class Guardian:
         if wanted:
             region.pending += len(wanted)
             self._gates.lock(
-                wanted, region.enter.region_id, lambda gated, rc, drain_s: self._on_lock(region, gated, rc, drain_s)
+                wanted,
+                region.enter.region_id,
+                lambda gated, rc, drain_s: self._on_lock(region, gated, rc, drain_s),
             )
 
     def _on_lock(self, region: _Region, gated: Gated, rc: int, drain_s: float) -> None:
@@ -461,7 +470,8 @@ class Guardian:
                 [
                     step
                     for step in region.steps.values()
-                    if step.freeze == "yes" or (step.freeze == "without_context" and step.pid not in region.reports)
+                    if step.freeze == "yes"
+                    or (step.freeze == "without_context" and step.pid not in region.reports)
                 ],
             )
         except OSError as error:
@@ -525,7 +535,9 @@ class Guardian:
                 continue
             before = region.reports.get(step.pid)
             if before is None or not before.error:
-                region.reports[step.pid] = self._report(step, drain_s=None if before is None else before.drain_s)
+                region.reports[step.pid] = self._report(
+                    step, drain_s=None if before is None else before.drain_s
+                )
             else:
                 # It stands still, but what it had submitted was not seen to end.
                 region.reports[step.pid] = SiblingReport(
@@ -543,10 +555,15 @@ class Guardian:
 
     def _fail_entry(self, region: _Region, error: OSError) -> None:
         self._drop(region)
-        self._refuse(region.enter.region_id, f"the journal cannot be written ({error}); nothing may be gated without it")
+        self._refuse(
+            region.enter.region_id,
+            f"the journal cannot be written ({error}); nothing may be gated without it",
+        )
 
     def _refuse(self, region_id: str, why: str) -> None:
-        self._send(Entered(region_id=region_id, siblings=(), lock_s=0.0, freeze_s=0.0, verify_s=0.0, error=why))
+        self._send(
+            Entered(region_id=region_id, siblings=(), lock_s=0.0, freeze_s=0.0, verify_s=0.0, error=why)
+        )
 
     def _report(self, step: Step, drain_s: float | None = None) -> SiblingReport:
         gated = self._gates.get(step.pid)
@@ -657,8 +674,12 @@ def replay(journal: Journal, driver: DriverLock) -> int:
     All are continued first. Unlocking talks to the driver and can hang, so it is waited for only so long.
     """
     left = journal.outstanding()
-    frozen = [ProcessHandle(process.pid, fd) for process in left.frozen if (fd := open_same(process)) is not None]
-    locked = [ProcessHandle(process.pid, fd) for process in left.locked if (fd := open_same(process)) is not None]
+    frozen = [
+        ProcessHandle(process.pid, fd) for process in left.frozen if (fd := open_same(process)) is not None
+    ]
+    locked = [
+        ProcessHandle(process.pid, fd) for process in left.locked if (fd := open_same(process)) is not None
+    ]
     for handle in frozen:
         resume(handle)
     wait_running([*frozen, *locked], 1.0)

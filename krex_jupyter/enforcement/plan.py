@@ -14,9 +14,12 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Literal, TypeAlias
 
 from krex_jupyter.protocol import EffectiveCpuPolicy, Gate, Vendor
+
+FreezeWhen: TypeAlias = Literal["no", "yes", "without_context"]
+"""``without_context``: only where the lock answers that the process has no context (rc 3)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,8 +80,7 @@ class Step:
     root: int
     gate: Gate
     lock: bool = False
-    freeze: Literal["no", "yes", "without_context"] = "no"
-    """``without_context``: only where the lock answers that the process has no context (rc 3)."""
+    freeze: FreezeWhen = "no"
     reason: str = ""
     """Why it is only observed, or why it is not frozen."""
 
@@ -182,8 +184,8 @@ def _step(request: Request, root: Root, view: ProcessView, *, above_owner: bool)
         return Step(view.pid, root.pid, "driver-lock" if lock else "freeze", lock=lock, freeze="yes")
     if lock:
         # A process without a context could create one: it is frozen instead, unless nobody may be frozen.
-        alone = "without_context" if request.cpu_policy == "isolate" else "no"
-        return Step(view.pid, root.pid, "driver-lock", lock=True, freeze=alone)
+        without_context: FreezeWhen = "without_context" if request.cpu_policy == "isolate" else "no"
+        return Step(view.pid, root.pid, "driver-lock", lock=True, freeze=without_context)
     if request.cpu_policy == "freeze":
         return observe("it waits for its own region and uses no CPU")
     return observe("" if on_gpu else "cpu='share' gates nobody")

@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from krex_jupyter.identity import STAT_BYTES, Stat, parse_stat, read_stat, reference
+
 from .plan import ProcessView
 
 _STATUS_BYTES = 4096
@@ -42,7 +43,7 @@ def maps_library(pid: int, name: bytes) -> bool | None:
 
 def all_pids() -> Iterator[int]:
     """Every pid of this pid namespace, as far as it is visible."""
-    for name in os.listdir("/proc"):  # noqa: PTH208: no Path per process, this runs over thousands
+    for name in os.listdir("/proc"):
         if name.isdigit():
             yield int(name)
 
@@ -55,8 +56,10 @@ class _Thread:
     def __init__(self, pid: int, tid: int) -> None:
         opened: list[int] = []
         try:
-            for name in ("stat", "schedstat", "children"):
-                opened.append(os.open(f"/proc/{pid}/task/{tid}/{name}", os.O_RDONLY | os.O_CLOEXEC))
+            opened.extend(
+                os.open(f"/proc/{pid}/task/{tid}/{name}", os.O_RDONLY | os.O_CLOEXEC)
+                for name in ("stat", "schedstat", "children")
+            )
         except OSError:
             for fd in opened:
                 os.close(fd)
@@ -82,7 +85,8 @@ class ProcessHandle:
                 raise ProcessLookupError(f"process {pid} is gone")
             self.process = found
             self._files = [
-                os.open(f"/proc/{pid}/{name}", os.O_RDONLY | os.O_CLOEXEC) for name in ("stat", "status", "task")
+                os.open(f"/proc/{pid}/{name}", os.O_RDONLY | os.O_CLOEXEC)
+                for name in ("stat", "status", "task")
             ]
         except OSError as error:
             os.close(pidfd)
@@ -144,14 +148,19 @@ class ProcessHandle:
         if not self._threads:
             # Nothing readable proves nothing: only a process that is gone counts as standing still.
             return [] if read_stat(self.pid) is None else [self.pid]
-        running: list[int] = []
+        return self.threads_in("RSDIWKP")
+
+    def threads_in(self, states: str) -> list[int]:
+        """Threads whose state letter is one of ``states`` now."""
+        wanted = states.encode()
+        found: list[int] = []
         for tid, thread in list(self._threads.items()):
             content = self._read(tid, thread.stat)
             # The state is the letter behind the closing parenthesis of the name.
             at = content.rfind(b")") + 2
-            if at > 1 and content[at : at + 1] not in b"TtZX":
-                running.append(tid)
-        return running
+            if at > 1 and content[at : at + 1] in wanted:
+                found.append(tid)
+        return found
 
     def cpu_ns(self) -> dict[int, int]:
         """Nanoseconds on a CPU so far, per thread."""

@@ -11,6 +11,7 @@ import contextlib
 from collections.abc import Iterable, Iterator
 
 from krex_jupyter.identity import read_stat
+
 from .plan import ProcessView, members
 from .processes import ProcessHandle, all_pids
 

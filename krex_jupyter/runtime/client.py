@@ -18,8 +18,11 @@ import os
 import select
 import signal
 import socket
+import sys
 import threading
 import time
+from pathlib import Path
+from typing import TypeVar
 
 from krex_jupyter.errors import (
     CoordinatorUnavailable,
@@ -43,6 +46,8 @@ _HELLO_S = 1.0
 _PING_S = 0.25
 _PING_LATE_S = 0.4
 _ATTEMPTS = 3
+
+M = TypeVar("M", bound=Message)
 
 _numbers = itertools.count(1)
 _codec = client_side()
@@ -187,6 +192,16 @@ class Connection:
             raise ConnectionLost("this connection belongs to the process that this one was forked from")
 
 
+def expect(answer: FromCoordinator, kind: type[M]) -> M:
+    """``answer``, which the protocol says is of this kind. Raises `CoordinatorUnavailable` where it is not."""
+    if not isinstance(answer, kind):
+        raise CoordinatorUnavailable(
+            f"The coordinator answered with {type(answer).__name__} where {kind.__name__} was due; it is of another "
+            f"version. End it, so that this one starts: krex serve --stop"
+        )
+    return answer
+
+
 def error_of(failed: Failed) -> KrexError:
     """The exception that belongs to a refusal."""
     kind: type[KrexError] = {
@@ -217,9 +232,7 @@ def end_stopped_coordinator(pid: int) -> None:
     victims = [pid] if pid > 0 else []
     if pid > 0:
         with contextlib.suppress(OSError):
-            children = "".join(
-                (task / "children").read_text(encoding="ascii") for task in _tasks(pid)
-            )
+            children = "".join((task / "children").read_text(encoding="ascii") for task in _tasks(pid))
             victims += [int(child) for child in children.split()]
     for victim in victims:
         with contextlib.suppress(OSError, ValueError):
@@ -242,7 +255,9 @@ class _Presence:
         self.hello = Hello(label=_default_label(), notebook=os.environ.get("JPY_SESSION_NAME", ""))
         self.connection: Connection | None = None
         self.held = 0
-        """Regions held now; while there are any, the coordinator is pinged."""
+        """Regions held now; while there are any, a coordinator that dies is replaced at once."""
+        self.gating = 0
+        """Those of them that gate somebody; while there are any, the coordinator is pinged."""
         self.guard = threading.RLock()
         self._wake_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._thread: threading.Thread | None = None
@@ -289,8 +304,8 @@ class _Presence:
             if connection is not None:
                 poller.register(connection, select.POLLIN)
             now_s = time.monotonic()
-            if not self.held:
-                # Outside regions: nothing to do until something arrives.
+            if not self.gating:
+                # Nobody stands still because of this process: nothing to do until something arrives.
                 pinged_s, wait_s = None, None
             elif pinged_s is not None:
                 wait_s = max(pinged_s + _PING_LATE_S - now_s, 0.0)
@@ -311,11 +326,11 @@ class _Presence:
                 if connection.fileno() in ready:
                     if isinstance(connection.receive_now(), Pong):
                         pinged_s = None
-                elif self.held and pinged_s is not None and time.monotonic() >= pinged_s + _PING_LATE_S:
+                elif self.gating and pinged_s is not None and time.monotonic() >= pinged_s + _PING_LATE_S:
                     end_stopped_coordinator(connection.welcome.coordinator_pid)
                     self._replace(connection)
                     pinged_s = None
-                elif self.held and pinged_s is None and time.monotonic() >= next_ping_s:
+                elif self.gating and pinged_s is None and time.monotonic() >= next_ping_s:
                     connection.send(Ping(request_id=next_request_id()))
                     pinged_s = time.monotonic()
             except CoordinatorUnavailable:
@@ -323,8 +338,10 @@ class _Presence:
                 pinged_s = None
 
     def _replace(self, lost: Connection | None) -> None:
-        """The coordinator is gone. While a region is held, see to it that there is another: it sets free what
-        the last one left gated. Else the next region, or nobody, needs one."""
+        """Forget a coordinator that is gone; while a region is held, see to it that there is another.
+
+        The new one sets free what the last one left gated. Outside regions the next region starts it.
+        """
         with self.guard:
             if lost is not None:
                 lost.close()
@@ -435,24 +452,18 @@ atexit.register(leave)
 
 
 def _default_label() -> str:
-    import sys
-
-    name = os.path.basename(sys.argv[0]) if sys.argv and sys.argv[0] else ""
+    name = Path(sys.argv[0]).name if sys.argv and sys.argv[0] else ""
     return "" if name.startswith("ipykernel") else name
 
 
-def _tasks(pid: int) -> list[os.PathLike[str]]:
-    from pathlib import Path
-
+def _tasks(pid: int) -> list[Path]:
     return list(Path(f"/proc/{pid}/task").iterdir())
 
 
 def _is_ours(pid: int) -> bool:
-    from pathlib import Path
-
     with contextlib.suppress(OSError):
         command = Path(f"/proc/{pid}/cmdline").read_bytes()
-        return os.stat(f"/proc/{pid}").st_uid == os.getuid() and (
+        return Path(f"/proc/{pid}").stat().st_uid == os.getuid() and (
             b"krex_jupyter.coordinator" in command or b"krex_jupyter.enforcement.guardian" in command
         )
     return False

@@ -5,9 +5,18 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 
-from krex_jupyter.protocol import DeviceInfo, GetHistory, GetReport, GetStatus, Hello, History, RegionReport, Status
+from krex_jupyter.protocol import (
+    DeviceInfo,
+    GetHistory,
+    GetReport,
+    GetStatus,
+    Hello,
+    History,
+    RegionReport,
+    Status,
+)
 
-from .client import Connection, next_request_id
+from .client import Connection, expect, next_request_id
 
 
 def devices() -> list[DeviceInfo]:
@@ -19,9 +28,7 @@ def devices() -> list[DeviceInfo]:
 def status() -> Status:
     """A snapshot: who holds what, who waits, who takes part. Raises `CoordinatorUnavailable`."""
     with _viewer() as connection:
-        answer = connection.ask(GetStatus(request_id=next_request_id()))
-        assert isinstance(answer, Status)  # noqa: S101: the protocol's promise
-        return answer
+        return expect(connection.ask(GetStatus(request_id=next_request_id())), Status)
 
 
 def history(
@@ -40,20 +47,26 @@ def history(
         CoordinatorUnavailable: there is no coordinator and none could be started.
     """
     with _viewer() as connection:
-        answer = connection.ask(
-            GetHistory(
-                request_id=next_request_id(), limit=limit, device=device, label=label, verdict=verdict, since=since
-            )
+        answer = expect(
+            connection.ask(
+                GetHistory(
+                    request_id=next_request_id(),
+                    limit=limit,
+                    device=device,
+                    label=label,
+                    verdict=verdict,
+                    since=since,
+                )
+            ),
+            History,
         )
-        assert isinstance(answer, History)  # noqa: S101: the protocol's promise
         return list(answer.reports)
 
 
 def report(region_id: str) -> RegionReport:
     """The report of one past region. Raises `KrexError` where none is on record."""
     with _viewer() as connection:
-        answer = connection.ask(GetReport(request_id=next_request_id(), region_id=region_id))
-        assert isinstance(answer, History)  # noqa: S101: the protocol's promise
+        answer = expect(connection.ask(GetReport(request_id=next_request_id(), region_id=region_id)), History)
         return answer.reports[0]
 
 

@@ -17,6 +17,7 @@ import asyncio
 import contextlib
 import functools
 import inspect
+import json
 import os
 import sys
 import threading
@@ -28,7 +29,6 @@ from typing import Any, Literal, ParamSpec, TypeVar, cast
 
 from krex_jupyter.devices.names import resolve_here
 from krex_jupyter.errors import (
-    CoordinatorUnavailable,
     KrexError,
     NotExclusive,
     RegionRevoked,
@@ -44,6 +44,7 @@ from krex_jupyter.protocol import (
     Failed,
     Foreign,
     FromCoordinator,
+    GetStatus,
     Granted,
     OwnerEvidence,
     Ping,
@@ -54,6 +55,7 @@ from krex_jupyter.protocol import (
     Released,
     ReportDevice,
     SiblingReport,
+    Status,
 )
 
 from . import client
@@ -67,6 +69,10 @@ _SILENCE_S = 2.0
 """A waiter that hears nothing for so long asks whether the coordinator still runs."""
 _PONG_S = 1.0
 _CANCEL_S = 1.0
+
+INSIDE = "KREX_INSIDE"
+"""Environment variable by which `krex run --exclusive` tells its command of the region around it (JSON:
+``region_id`` and ``devices``, uuids)."""
 
 
 class Region:
@@ -223,6 +229,11 @@ class Exclusive:
         connection = client.take()
         try:
             devices = self._resolve(connection)
+            around = _around(connection, devices)
+            if around is not None:
+                client.give_back(connection)
+                self._held.append(None)
+                return around
             synchronise(_gpus(devices))
             entry = _Entry(self._acquire(devices), self._on_queued)
             connection, granted = self._wait(connection, entry)
@@ -281,7 +292,7 @@ class Exclusive:
         connection = held.connection
         message = held.release(evidence, synchronised)
         try:
-            answer: FromCoordinator | None = connection.ask(message)
+            answer = connection.ask(message)
         except KrexError as error:
             connection.close()
             return held.lost(message.owner, error)
@@ -289,7 +300,7 @@ class Exclusive:
             connection.close()
             raise
         client.give_back(connection)
-        return cast("Released", answer).report
+        return client.expect(answer, Released).report
 
     # --- Tasks -------------------------------------------------------------------------------------------------
 
@@ -303,6 +314,11 @@ class Exclusive:
         connection = await loop.run_in_executor(None, client.take)
         try:
             devices = self._resolve(connection)
+            around = await loop.run_in_executor(None, _around, connection, devices)
+            if around is not None:
+                client.give_back(connection)
+                self._held.append(None)
+                return around
             await loop.run_in_executor(None, synchronise, _gpus(devices))
             entry = _Entry(self._acquire(devices), self._on_queued)
             connection, granted = await self._wait_async(connection, entry)
@@ -335,7 +351,9 @@ class Exclusive:
         synchronised = await loop.run_in_executor(None, synchronise, _gpus(held.infos))
         return await loop.run_in_executor(None, self._release, held, evidence, synchronised)
 
-    async def _wait_async(self, connection: client.Connection, entry: _Entry) -> tuple[client.Connection, Granted]:
+    async def _wait_async(
+        self, connection: client.Connection, entry: _Entry
+    ) -> tuple[client.Connection, Granted]:
         loop = asyncio.get_running_loop()
         while True:
             try:
@@ -407,7 +425,7 @@ class Exclusive:
             return None
         region = inside.region
         if self._devices != (None,):
-            infos = region._connection.welcome.devices  # noqa: SLF001: the same module
+            infos = region._connection.welcome.devices  # noqa: SLF001 (the same module)
             wanted = {resolve_here(name, infos).uuid for name in self._devices}
             held = {device.uuid for device in region.devices}
             if not wanted <= held:
@@ -443,10 +461,7 @@ class Exclusive:
     def _begin(
         self, connection: client.Connection, granted: Granted, devices: tuple[tuple[str, DeviceInfo], ...]
     ) -> Region:
-        reported = tuple(
-            ReportDevice(id=name, uuid=info.uuid, name=info.name, vendor=info.vendor) for name, info in devices
-        )
-        region = Region(granted, reported, self._label, connection)
+        region = Region(granted, _reported(devices), self._label, connection)
         held = _Held(region, connection, devices)
         self._held.append(held)
         held.begin()
@@ -506,19 +521,22 @@ class _Held:
         self._pinning = contextlib.ExitStack()
         self._pinned: Any = None
         self._token: Token[_Inside | None] | None = None
-        self._watched = any(sibling.gate != "observe" for sibling in region.siblings)
+        self._gates = any(sibling.gate != "observe" for sibling in region.siblings)
 
     def begin(self) -> None:
         """Pin, then read evidence; nothing of ours runs after this until the body has ended."""
         self._token = _current.set(_Inside(self.region, _whoami()))
-        if self._watched:
-            presence = client.presence()
-            presence.held += 1
+        presence = client.presence()
+        presence.held += 1
+        if self._gates:
+            presence.gating += 1
             presence.wake()
         if self.region.cores:
             from krex_jupyter.enforcement.cpus import pinned
 
-            self._pinned = self._pinning.enter_context(pinned(threading.get_native_id(), self.region.cores, _cpuset()))
+            self._pinned = self._pinning.enter_context(
+                pinned(threading.get_native_id(), self.region.cores, _cpuset())
+            )
         self._watch.start()
 
     def stop(self, *, interrupted: bool) -> OwnerEvidence:
@@ -551,9 +569,9 @@ class _Held:
     def finish(self, report: RegionReport) -> None:
         """The report is there."""
         self.region.report = report
-        if self._watched:
-            client.presence().held -= 1
-            self._watched = False
+        client.presence().held -= 1
+        if self._gates:
+            client.presence().gating -= 1
 
     def lost(self, owner: OwnerEvidence, error: KrexError) -> RegionReport:
         """The report of a region whose coordinator died: exclusivity ended with it."""
@@ -586,6 +604,41 @@ class _Held:
         )
 
 
+def _around(connection: client.Connection, devices: tuple[tuple[str, DeviceInfo], ...]) -> Region | None:
+    """The region that an ancestor holds around this whole process, if it covers ``devices``.
+
+    Its verdict is the ancestor's to report, so the returned region gets no report of its own.
+    """
+    told = os.environ.get(INSIDE)
+    if not told:
+        return None
+    try:
+        inside = json.loads(told)
+        region_id, held = str(inside["region_id"]), set(map(str, inside["devices"]))
+    except (ValueError, KeyError, TypeError) as error:
+        raise KrexError(
+            f"{INSIDE} is set and is not what `krex run` sets it to: unset it. ({error})"
+        ) from error
+    if not {info.uuid for _, info in devices} <= held:
+        return None
+    status = client.expect(connection.ask(GetStatus(request_id=client.next_request_id(), recent=0)), Status)
+    for device in status.devices:
+        holder = device.holder
+        if holder is not None and holder.region_id == region_id:
+            granted = Granted(
+                request_id=0,
+                region_id=region_id,
+                epoch=holder.epoch,
+                started_at=time.time() - holder.held_s,
+                wait_s=0.0,
+                enter_s=0.0,
+                max_hold_s=holder.remaining_s or 0.0,
+                cpu_policy=holder.cpu_policy,
+            )
+            return Region(granted, _reported(devices), holder.label, connection)
+    return None
+
+
 def _cancel(connection: client.Connection, request_id: int) -> None:
     """Leave the queue, or give back a grant that arrived at the wrong moment; bounded, never raises."""
     with contextlib.suppress(KrexError, TimeoutError):
@@ -602,8 +655,8 @@ async def _receive_within(connection: client.Connection, timeout_s: float) -> Fr
     loop = asyncio.get_running_loop()
     give_up_s = loop.time() + timeout_s
     while True:
-        readable = loop.create_future()
-        loop.add_reader(connection.fileno(), lambda f=readable: f.done() or f.set_result(None))
+        readable: asyncio.Future[None] = loop.create_future()
+        loop.add_reader(connection.fileno(), _settle, readable)
         try:
             await asyncio.wait_for(readable, max(give_up_s - loop.time(), 0.0))
         finally:
@@ -613,6 +666,11 @@ async def _receive_within(connection: client.Connection, timeout_s: float) -> Fr
             return message
 
 
+def _settle(readable: asyncio.Future[None]) -> None:
+    if not readable.done():
+        readable.set_result(None)
+
+
 def _whoami() -> tuple[int, int, int]:
     """Process, thread and task that call this."""
     try:
@@ -620,6 +678,12 @@ def _whoami() -> tuple[int, int, int]:
     except RuntimeError:
         task = None
     return os.getpid(), threading.get_ident(), 0 if task is None else id(task)
+
+
+def _reported(devices: tuple[tuple[str, DeviceInfo], ...]) -> tuple[ReportDevice, ...]:
+    return tuple(
+        ReportDevice(id=name, uuid=info.uuid, name=info.name, vendor=info.vendor) for name, info in devices
+    )
 
 
 def _uuids(devices: tuple[tuple[str, DeviceInfo], ...]) -> tuple[str, ...]:

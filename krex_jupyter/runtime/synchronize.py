@@ -38,7 +38,9 @@ class _Helper:
     """A thread for driver calls that may block."""
 
     def __init__(self) -> None:
-        self._work: queue.SimpleQueue[tuple[Callable[[], str], threading.Event, list[str]]] = queue.SimpleQueue()
+        self._work: queue.SimpleQueue[tuple[Callable[[], str], threading.Event, list[str]]] = (
+            queue.SimpleQueue()
+        )
         threading.Thread(target=self._serve, name="krex-synchronize", daemon=True).start()
 
     def run(self, work: Callable[[], str]) -> str:
@@ -129,7 +131,9 @@ def mapped_libcuda() -> ctypes.CDLL | None:
 _library: ctypes.CDLL | None = None
 
 
-def _active_primary_contexts(library: ctypes.CDLL, uuids: tuple[str, ...]) -> list[tuple[int, ctypes.c_void_p]]:
+def _active_primary_contexts(
+    library: ctypes.CDLL, uuids: tuple[str, ...]
+) -> list[tuple[int, ctypes.c_void_p]]:
     """(device, retained primary context) of each of the devices that has an active one."""
     count = ctypes.c_int()
     if library.cuDeviceGetCount(ctypes.byref(count)):
@@ -139,12 +143,17 @@ def _active_primary_contexts(library: ctypes.CDLL, uuids: tuple[str, ...]) -> li
         device = ctypes.c_int()
         uuid = _Uuid()
         flags, active = ctypes.c_uint(), ctypes.c_int()
-        if library.cuDeviceGet(ctypes.byref(device), ordinal) or library.cuDeviceGetUuid_v2(ctypes.byref(uuid), device):
+        if library.cuDeviceGet(ctypes.byref(device), ordinal) or library.cuDeviceGetUuid_v2(
+            ctypes.byref(uuid), device
+        ):
             continue
         # With one visible device it must be the region's; a MIG slice has a uuid that is not its parent's.
         if count.value > 1 and _text(bytes(uuid.octets)) not in uuids:
             continue
-        if library.cuDevicePrimaryCtxGetState(device, ctypes.byref(flags), ctypes.byref(active)) or not active.value:
+        if (
+            library.cuDevicePrimaryCtxGetState(device, ctypes.byref(flags), ctypes.byref(active))
+            or not active.value
+        ):
             continue
         context = ctypes.c_void_p()
         if library.cuDevicePrimaryCtxRetain(ctypes.byref(context), device) == 0:

@@ -1,1 +1,1 @@
-"""The Jupyter server's side: coordination of its host, the REST view, and the provisioner of its kernels."""
+"""The Jupyter server extension: registers kernels and shows the coordinator to browsers and agents."""
