@@ -70,15 +70,15 @@ LATE_LOOP_S = 0.2
 """When a timer of ours fires so much too late, the loop was blocked and says nothing about the coordinator."""
 BACKOFF_FIRST_S = 0.2
 BACKOFF_MOST_S = 15.0
-STEADY_S = 5.0
-"""A connection that lasted so long resets the backoff."""
+AT_ONCE_EVERY_S = 2.0
+"""A coordinator that is lost is replaced without delay, but not over and over where each dies at once."""
 
 _MAX_PACKETS_PER_READ = 64
 _MAX_QUEUED_PACKETS = 1024
 _OUR_MODULES = ("krex_jupyter.coordinator", "krex_jupyter.enforcement")
 
 
-class Refused(KrexError):  # noqa: N818 - as all errors of this package, it is named after what happened
+class Refused(KrexError):
     """The coordinator answered `Failed`."""
 
     def __init__(self, failed: Failed) -> None:
@@ -139,6 +139,7 @@ class Link:
         self._guardian: Process | None = None
         self._runner: asyncio.Task[None] | None = None
         self._closing = False
+        self._was_usable = False
         # One thread of its own: the default executor belongs to everybody and may be full of slow work.
         self._starter = ThreadPoolExecutor(max_workers=1, thread_name_prefix="krex-start")
         self.problem = (
@@ -223,14 +224,16 @@ class Link:
 
     async def _run(self) -> None:
         backoff_s = BACKOFF_FIRST_S
+        at_once_s = float("-inf")
         while True:
-            began_s = self.loop.time()
+            self._was_usable = False
             try:
                 await self._session()
             except (KrexError, wire.WireError, OSError) as error:
                 self._lost(str(error))
-            if self.loop.time() - began_s >= STEADY_S:
-                # The first attempt after a good connection is made at once: something may be frozen.
+            if self._was_usable and self.loop.time() - at_once_s >= AT_ONCE_EVERY_S:
+                # After a good connection the next attempt is made at once: something may be frozen.
+                at_once_s = self.loop.time()
                 backoff_s = BACKOFF_FIRST_S
                 continue
             await asyncio.sleep(backoff_s)
@@ -314,6 +317,7 @@ class Link:
         status = await self._ask(Subscribe(request_id=self.next_request_id()))
         self.problem = ""
         self.lost_coordinator = False
+        self._was_usable = True
         self._usable.set()
         self._log.info("KREX is coordinated by process %d at %s", self.welcome.coordinator_pid, place.socket)
         for record in list(self._kernels.values()):
@@ -406,7 +410,6 @@ class Link:
         """Forget the connection, and see to it that a stopped guardian does not keep the journal's lock."""
         guardian, self._guardian = self._guardian, None
         coordinator, self._coordinator = self._coordinator, None
-        was_usable = self.connected
         if coordinator is not None:
             self.loop.remove_reader(coordinator.fd)
         self._disconnect("the connection to the coordinator ended")
@@ -414,7 +417,7 @@ class Link:
             coordinator_ended = (
                 not self._closing and coordinator is not None and await self._exited(coordinator, EOF_LEAD_S)
             )
-            self.lost_coordinator = was_usable and coordinator_ended
+            self.lost_coordinator = self._was_usable and coordinator_ended
             if guardian is not None and coordinator_ended:
                 ended = guardian.state != "T" and await self._exited(guardian, GUARDIAN_LIMIT_S)
                 if not ended and _may_end(guardian):

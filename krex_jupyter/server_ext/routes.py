@@ -57,7 +57,7 @@ _WHAT_TO_DO = {
 }
 
 
-class Problem(Exception):  # noqa: N818 - it is what the response is about, and becomes one
+class Problem(Exception):
     """An error response."""
 
     def __init__(self, status: int, code: str, message: str, what_to_do: str) -> None:
