@@ -241,8 +241,9 @@ def test_ctrl_c_while_queued_comes_at_once_and_leaves_the_queue(scripts: Scripts
         interrupted_s.append(time.monotonic())
         os.kill(os.getpid(), signal.SIGINT)
 
-    with pytest.raises(KeyboardInterrupt), krex.exclusive(
-        "cpu", on_queued=lambda _: threading.Timer(0.1, interrupt).start()
+    with (
+        pytest.raises(KeyboardInterrupt),
+        krex.exclusive("cpu", on_queued=lambda _: threading.Timer(0.1, interrupt).start()),
     ):
         pass
     assert time.monotonic() - interrupted_s[0] < 0.2
@@ -269,7 +270,10 @@ def test_past_max_hold_siblings_go_on_and_the_verdict_says_so(scripts: Scripts) 
         assert time.monotonic() - started_s > 0.25
     assert region.report is not None
     assert region.report.verdict == "revoked"
-    with pytest.raises(krex.RegionRevoked, match="max_hold"), krex.exclusive("cpu", max_hold=0.05, strict=True):
+    with (
+        pytest.raises(krex.RegionRevoked, match="max_hold"),
+        krex.exclusive("cpu", max_hold=0.05, strict=True),
+    ):
         end_s = time.monotonic() + 0.3
         while time.monotonic() < end_s:
             pass
