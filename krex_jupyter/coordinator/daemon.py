@@ -50,6 +50,7 @@ from krex_jupyter.protocol import (
     GetHistory,
     GetReport,
     GetStatus,
+    Goodbye,
     Granted,
     Heartbeat,
     Hello,
@@ -230,6 +231,7 @@ class Coordinator:
         listener.close()
         self._guardian.dismiss()
         for connection in list(self._connections):
+            connection.send(Goodbye())
             connection.close()
         self._write_history()
         self._history.close()
@@ -620,7 +622,7 @@ class Coordinator:
         pids: set[int] = set()
         for region in self._regions.values():
             if region.phase in ("entering", "granted", "held"):
-                pids |= {sibling.pid for sibling in region.siblings if sibling.gate != "observe"}
+                pids |= {sibling.pid for sibling in region.all_siblings if sibling.gate != "observe"}
         if pids:
             gated = {
                 key for key, participant in self._participants.items() if participant.process.pid in pids
@@ -842,8 +844,9 @@ class Coordinator:
         region = self._regions.get(message.region_id)
         if region is not None and region.phase in ("granted", "held") and not message.error:
             # Somebody appeared during a region that had nobody to gate until then.
-            region.siblings += message.siblings
-            self._arbiter.note_gated(region.region_id, time.monotonic(), frozen=region.frozen)
+            region.late += message.siblings
+            frozen = any(sibling.frozen for sibling in message.siblings)
+            self._arbiter.note_gated(region.region_id, time.monotonic(), frozen=frozen)
             self._watch_for_stuck_owner()
         if region is None or region.phase != "entering":
             return
@@ -974,7 +977,7 @@ class Coordinator:
         before = region.processes_before.get(uuid)
         ungated: tuple[int, ...] = ()
         if look.pids is not None:
-            gated = {sibling.pid for sibling in region.siblings if sibling.gate != "observe"}
+            gated = {sibling.pid for sibling in region.all_siblings if sibling.gate != "observe"}
             mine = region.participant.process.pid
             ungated = tuple(
                 pid for pid in look.pids if pid not in gated and pid != mine and not _descends_from(pid, mine)
@@ -1270,7 +1273,7 @@ class Coordinator:
 
     def _holder_status(self, region: Region, now_s: float) -> HolderStatus:
         held_s = now_s - region.granted_s if region.granted_s else 0.0
-        gated = sum(sibling.gate != "observe" for sibling in region.siblings)
+        gated = sum(sibling.gate != "observe" for sibling in region.all_siblings)
         notice = f"held for {held_s:.0f} s" if held_s > self._settings.notice_s else ""
         return HolderStatus(
             region_id=region.region_id,
@@ -1285,7 +1288,7 @@ class Coordinator:
             held_s=held_s,
             remaining_s=max(region.max_hold_s - held_s, 0.0) if region.max_hold_s else None,
             siblings_gated=gated,
-            siblings_observed=len(region.siblings) - gated,
+            siblings_observed=len(region.all_siblings) - gated,
             notice=notice,
         )
 
@@ -1297,7 +1300,7 @@ class Coordinator:
                 break
             if region.participant is participant and region.phase == "queued":
                 state = "queued"
-            for sibling in region.siblings:
+            for sibling in region.all_siblings:
                 if region.occupies and sibling.pid == participant.process.pid and sibling.gate != "observe":
                     paused_by, paused_s = region.region_id, now_s - region.granted_s
         if paused_by and state == "running":
