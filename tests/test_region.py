@@ -312,7 +312,8 @@ def test_a_plain_child_of_the_owner_runs_inside_its_region(scripts: Scripts) -> 
     owner = scripts(
         "import subprocess, sys, krex_jupyter as krex\n"
         "with krex.exclusive('cpu', timeout=10):\n"
-        "    print(subprocess.run([sys.executable, '-c', 'print(42)'], capture_output=True, timeout=5).stdout.decode(), flush=True)\n"
+        "    child = subprocess.run([sys.executable, '-c', 'print(42)'], capture_output=True, timeout=5)\n"
+        "    print(child.stdout.decode(), flush=True)\n"
     )
     assert owner.line() == "42"
 
@@ -320,7 +321,9 @@ def test_a_plain_child_of_the_owner_runs_inside_its_region(scripts: Scripts) -> 
 def test_a_participant_that_appears_during_a_region_waits_like_the_others(scripts: Scripts) -> None:
     with krex.exclusive("cpu") as region:
         late = scripts(
-            "from krex_jupyter.runtime import client\nimport sys\nclient.join('late'); print('joined', flush=True); sys.stdin.read()"
+            "import sys\n"
+            "from krex_jupyter.runtime import client\n"
+            "client.join('late'); print('joined', flush=True); sys.stdin.read()"
         )
         wait_frozen(late.pid)
     wait_thawed(late.pid)
