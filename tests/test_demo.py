@@ -291,7 +291,7 @@ def test_the_device_is_the_one_asked_for(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_a_device_that_is_not_there_is_named_with_those_that_are() -> None:
-    with pytest.raises(DemoError, match=r"'cuda:0'.*devices here: cpu"):
+    with pytest.raises(DemoError, match=r"'cuda:0'.*Devices here: cpu"):
         session.choose_device([CPU], "cuda:0")
     with pytest.raises(DemoError, match=r"'cuda:1'.*CUDA_VISIBLE_DEVICES"):
         session.choose_device([GPU, CPU], "cuda:1")

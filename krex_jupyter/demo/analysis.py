@@ -2,9 +2,10 @@
 
 Definitions are those of `MEASUREMENT.md`. Inflation is paired: a kernel's median under load over the median
 of the same compiled kernel in the same process a moment later, while all others did nothing; alone against
-alone puts one more uncontended pass in the place of the first. Intervals are bootstrapped over candidates (all
-repetitions of a candidate stay together), because repetitions of one candidate are not independent. A run that cannot show harm without coordination, or whose machine does not
-agree with itself, says so instead of claiming anything.
+alone puts one more uncontended pass in the place of the first. Intervals are bootstrapped over candidates
+(all repetitions of a candidate stay together), because repetitions of one candidate are not independent. A
+run that cannot show harm without coordination, or whose machine does not agree with itself, says so instead
+of claiming anything.
 """
 
 from __future__ import annotations

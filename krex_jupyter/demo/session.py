@@ -154,8 +154,8 @@ def choose_device(devices: Sequence[DeviceInfo], wanted: str | None) -> tuple[De
         return gpu, "cuda", wanted, note
     known = ", ".join(device.name for device in devices) or "none"
     raise DemoError(
-        f"the demo runs on 'cpu' or 'cuda:0', not on {wanted!r} (CUDA_VISIBLE_DEVICES chooses the GPU); "
-        f"devices here: {known}"
+        f"there is no {wanted!r} for the demo: it runs on 'cpu', or on 'cuda:0' where the coordinator finds an "
+        f"NVIDIA GPU (CUDA_VISIBLE_DEVICES chooses which). Devices here: {known}"
     )
 
 
