@@ -17,6 +17,7 @@ from traitlets.config import Config
 from krex_jupyter.server_ext.extension import KrexExtension
 from krex_jupyter.server_ext.processes import Process
 
+from .marks import needs_entry_point
 from .waiting import eventually
 
 JOIN = "from krex_jupyter.runtime.client import join; join(label='sibling')"
@@ -235,6 +236,9 @@ async def test_a_browser_gets_a_snapshot_and_then_what_changes(
     assert kinds["released"]["report"]["label"] == "seen-by-browser"
     report = await fetched(jp_fetch("krex", "api", "regions", region_id))
     assert report["verdict"] == kinds["released"]["report"]["verdict"]
+    later = await jp_ws_fetch("krex", "api", "events")
+    assert [entry["region_id"] for entry in json.loads(await later.read_message())["recent"]] == [region_id]
+    later.close()
 
 
 async def test_regions_appear_on_the_servers_event_bus(
@@ -354,6 +358,7 @@ async def test_a_frozen_kernel_is_interrupted_within_a_second(
         await eventually(lambda: process.state != "T", "thawed for the interrupt", within_s=1.0)
 
 
+@needs_entry_point
 async def test_a_frozen_kernel_is_shut_down_politely_within_a_second(
     jp_fetch: Any, jp_serverapp: Any, extension: KrexExtension
 ) -> None:
@@ -365,6 +370,7 @@ async def test_a_frozen_kernel_is_shut_down_politely_within_a_second(
         assert child.returncode == 0, "it was killed instead of asked"
 
 
+@needs_entry_point
 async def test_a_frozen_kernel_is_restarted_as_fast_as_one_that_runs(
     jp_fetch: Any, jp_serverapp: Any, extension: KrexExtension
 ) -> None:
