@@ -494,7 +494,18 @@ ToCoordinator: TypeAlias = (
     | Ping
 )
 FromCoordinator: TypeAlias = (
-    Welcome | Queued | Granted | Released | Revoked | Failed | Done | Goodbye | Pong | Status | History | Event
+    Welcome
+    | Queued
+    | Granted
+    | Released
+    | Revoked
+    | Failed
+    | Done
+    | Goodbye
+    | Pong
+    | Status
+    | History
+    | Event
 )
 
 

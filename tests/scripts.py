@@ -37,7 +37,7 @@ while True:
 
 THREADS = JOIN.replace(
     'print("joined"',
-    "[threading.Thread(target=threading.Event().wait, daemon=True).start() for _ in range(12)]\nprint(\"joined\"",
+    '[threading.Thread(target=threading.Event().wait, daemon=True).start() for _ in range(12)]\nprint("joined"',
 )
 """A participant with as many threads as an ipykernel."""
 
@@ -60,7 +60,9 @@ print("left", region.report.verdict, *[reason.code for reason in region.report.r
 """Holds a region until told to leave."""
 
 
-def wait_until(claim: Callable[[], bool], what: str, within_s: float = 10.0, state: Callable[[], object] = str) -> None:
+def wait_until(
+    claim: Callable[[], bool], what: str, within_s: float = 10.0, state: Callable[[], object] = str
+) -> None:
     """Look until ``claim`` holds; fails with the last state seen."""
     give_up_s = time.monotonic() + within_s
     while not claim():
@@ -72,7 +74,12 @@ def wait_until(claim: Callable[[], bool], what: str, within_s: float = 10.0, sta
 def state_of(pid: int) -> str:
     """The state letter of a process; empty where it is gone."""
     try:
-        return Path(f"/proc/{pid}/stat").read_text(encoding="ascii", errors="replace").rsplit(")", 1)[1].split()[0]
+        return (
+            Path(f"/proc/{pid}/stat")
+            .read_text(encoding="ascii", errors="replace")
+            .rsplit(")", 1)[1]
+            .split()[0]
+        )
     except (OSError, IndexError):
         return ""
 
@@ -102,7 +109,9 @@ def wait_thawed(pid: int, within_s: float = 5.0) -> float:
 class Script:
     """A Python child that prints lines and reads them."""
 
-    def __init__(self, code: str, *arguments: str, env: dict[str, str] | None = None, **popen: object) -> None:
+    def __init__(
+        self, code: str, *arguments: str, env: dict[str, str] | None = None, **popen: object
+    ) -> None:
         self.process = subprocess.Popen(
             [sys.executable, "-c", code, *arguments],
             stdin=subprocess.PIPE,

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import time
 
+import msgspec
 import pytest
 
 import krex_jupyter as krex
@@ -185,8 +187,7 @@ def test_krex_thaw_undoes_what_everybody_left(scripts: Scripts, place: Place) ->
         "j = Journal(Path(sys.argv[1])); j.try_lock()\n"
         "j.write('freeze', 'intent', [ProcessRef(**json.loads(sys.argv[2]))])\n",
         str(place.journal),
-        '{"pid": %d, "start_ticks": %d, "inode": %d}'
-        % (handle.process.pid, handle.process.start_ticks, handle.process.inode),
+        json.dumps(msgspec.to_builtins(handle.process)),
     )
     assert dead.wait() == 0
     sleeper.signal(signal.SIGSTOP)
@@ -200,7 +201,9 @@ def test_krex_thaw_undoes_what_everybody_left(scripts: Scripts, place: Place) ->
 
 
 @pytest.mark.parametrize("victim", ["sibling", "owner", "guardian", "coordinator"])
-def test_dying_at_any_moment_of_an_entry_leaves_nothing_frozen(scripts: Scripts, place: Place, victim: str) -> None:
+def test_dying_at_any_moment_of_an_entry_leaves_nothing_frozen(
+    scripts: Scripts, place: Place, victim: str
+) -> None:
     """Many entries, each cut short at another moment; afterwards a region works and nobody stands frozen."""
     bystanders = [scripts.sibling(label=f"bystander {number}") for number in range(3)]
     for attempt in range(6):
@@ -216,11 +219,11 @@ def test_dying_at_any_moment_of_an_entry_leaves_nothing_frozen(scripts: Scripts,
         )
         assert owner.line() == "joined"
         pid = {
-            "sibling": lambda: doomed.pid,
-            "owner": lambda: owner.pid,
-            "guardian": place.guardian,
-            "coordinator": place.coordinator,
-        }[victim]()
+            "sibling": doomed.pid,
+            "owner": owner.pid,
+            "guardian": place.guardian(),
+            "coordinator": place.coordinator(),
+        }[victim]
         owner.say("go")
         spin(0.01 + 0.007 * attempt)
         os.kill(pid, signal.SIGKILL)
@@ -251,7 +254,9 @@ def test_an_owner_killed_while_queued_leaves_the_queue(scripts: Scripts) -> None
 def test_a_coordinator_born_in_a_script_survives_it(scripts: Scripts, place: Place) -> None:
     """Also when the script's whole process group is killed, as a Jupyter server does with its kernels."""
     mother = scripts(
-        "import sys, krex_jupyter as krex\nwith krex.exclusive('cpu'): pass\nprint('done', flush=True); sys.stdin.read()",
+        "import sys, krex_jupyter as krex\n"
+        "with krex.exclusive('cpu'): pass\n"
+        "print('done', flush=True); sys.stdin.read()",
         start_new_session=True,
     )
     assert mother.line() == "done"

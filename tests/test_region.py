@@ -241,8 +241,9 @@ def test_ctrl_c_while_queued_comes_at_once_and_leaves_the_queue(scripts: Scripts
         interrupted_s.append(time.monotonic())
         os.kill(os.getpid(), signal.SIGINT)
 
-    with pytest.raises(KeyboardInterrupt), krex.exclusive(
-        "cpu", on_queued=lambda _: threading.Timer(0.1, interrupt).start()
+    with (
+        pytest.raises(KeyboardInterrupt),
+        krex.exclusive("cpu", on_queued=lambda _: threading.Timer(0.1, interrupt).start()),
     ):
         pass
     assert time.monotonic() - interrupted_s[0] < 0.2
@@ -269,7 +270,10 @@ def test_past_max_hold_siblings_go_on_and_the_verdict_says_so(scripts: Scripts) 
         assert time.monotonic() - started_s > 0.25
     assert region.report is not None
     assert region.report.verdict == "revoked"
-    with pytest.raises(krex.RegionRevoked, match="max_hold"), krex.exclusive("cpu", max_hold=0.05, strict=True):
+    with (
+        pytest.raises(krex.RegionRevoked, match="max_hold"),
+        krex.exclusive("cpu", max_hold=0.05, strict=True),
+    ):
         end_s = time.monotonic() + 0.3
         while time.monotonic() < end_s:
             pass
@@ -308,7 +312,8 @@ def test_a_plain_child_of_the_owner_runs_inside_its_region(scripts: Scripts) -> 
     owner = scripts(
         "import subprocess, sys, krex_jupyter as krex\n"
         "with krex.exclusive('cpu', timeout=10):\n"
-        "    print(subprocess.run([sys.executable, '-c', 'print(42)'], capture_output=True, timeout=5).stdout.decode(), flush=True)\n"
+        "    child = subprocess.run([sys.executable, '-c', 'print(42)'], capture_output=True, timeout=5)\n"
+        "    print(child.stdout.decode(), flush=True)\n"
     )
     assert owner.line() == "42"
 
@@ -316,7 +321,9 @@ def test_a_plain_child_of_the_owner_runs_inside_its_region(scripts: Scripts) -> 
 def test_a_participant_that_appears_during_a_region_waits_like_the_others(scripts: Scripts) -> None:
     with krex.exclusive("cpu") as region:
         late = scripts(
-            "from krex_jupyter.runtime import client\nimport sys\nclient.join('late'); print('joined', flush=True); sys.stdin.read()"
+            "import sys\n"
+            "from krex_jupyter.runtime import client\n"
+            "client.join('late'); print('joined', flush=True); sys.stdin.read()"
         )
         wait_frozen(late.pid)
     wait_thawed(late.pid)
