@@ -192,8 +192,10 @@ class Coordinator:
             self._close(listener)
 
     def leave(self) -> None:
-        """End the loop at its next turn (a signal handler calls this)."""
+        """End the loop (a signal handler calls this)."""
         self._leaving = True
+        # Python resumes the selector's wait after a handler that raises nothing, so it has to be woken.
+        self._workers.post(lambda: None)
 
     def _wait_s(self) -> float:
         now_s = time.monotonic()
@@ -384,9 +386,9 @@ class Coordinator:
             participant.protected |= hello.role == "server"
             participant.joined = True
             # What its server says of a kernel is worth more than what the kernel says of itself.
-            participant.label = participant.label or hello.label
-            participant.kernel_id = participant.kernel_id or hello.kernel_id
-            participant.notebook = participant.notebook or hello.notebook
+            for name in ("label", "kernel_id", "notebook"):
+                known, said = getattr(participant, name), getattr(hello, name)
+                setattr(participant, name, (known or said) if participant.registered else (said or known))
             connection.participant = participant
             if len(participant.connections) == 1:
                 self._tell_guardian(participant)

@@ -152,6 +152,8 @@ class Guardian:
 
     def _on_signal(self, _number: int, _frame: object) -> None:
         self._leaving = True
+        # Python resumes the selector's wait after a handler that raises nothing, so it has to be woken.
+        self._workers.post(lambda: None)
 
     def _wait_s(self) -> float:
         if self._scanner.scanning:
