@@ -159,6 +159,10 @@ class Coordinator:
         self._regions: dict[str, Region] = {}
         self._of_connection: dict[Connection, Region] = {}
         self._device_locks: dict[str, int] = {}
+        """Open lock files, by device."""
+        self._locked_devices: set[str] = set()
+        self._named_locks: set[str] = set()
+        """Devices whose lock file says that this process was the last to take it."""
         self._spares: dict[int, list[tuple[Connection, int]]] = {}
         self._recent: deque[RegionReport] = deque(maxlen=_RECENT)
         self._notices: deque[str] = deque(maxlen=20)
@@ -820,27 +824,32 @@ class Coordinator:
     def _lock_devices(self, region: Region) -> str:
         """Take the lock file of each device; returns who has it otherwise."""
         for info in region.devices:
-            if info.uuid in self._device_locks:
+            if info.uuid in self._locked_devices:
                 continue
-            path = self._lock_directory / f"{info.uuid}.lock"
-            fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+            fd = self._device_locks.get(info.uuid)
+            if fd is None:
+                fd = self._device_locks[info.uuid] = _open_device_lock(self._lock_directory / f"{info.uuid}.lock")
             try:
                 fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
-                other = os.read(fd, 4096).decode(errors="replace").strip()
-                os.close(fd)
+                other = os.pread(fd, 4096, 0).decode(errors="replace").strip()
+                self._named_locks.discard(info.uuid)
                 return (
                     f"{info.uuid} is held through another coordinator ({other or 'it left no name'}). "
                     f"Use that one: unset KREX_SOCKET, or set it to the same path everywhere."
                 )
-            os.ftruncate(fd, 0)
-            os.write(fd, f"pid {os.getpid()} at {self._socket_path}\n".encode())
-            self._device_locks[info.uuid] = fd
+            self._locked_devices.add(info.uuid)
+            if info.uuid not in self._named_locks:
+                # Once, not per region: whoever finds the file locked reads there by whom.
+                os.ftruncate(fd, 0)
+                os.pwrite(fd, f"pid {os.getpid()} at {self._socket_path}\n".encode(), 0)
+                self._named_locks.add(info.uuid)
         return ""
 
     def _release_device_locks(self) -> None:
-        for name in [name for name in self._device_locks if self._arbiter.holder(name) is None]:
-            os.close(self._device_locks.pop(name))
+        for name in [name for name in self._locked_devices if self._arbiter.holder(name) is None]:
+            fcntl.flock(self._device_locks[name], fcntl.LOCK_UN)
+            self._locked_devices.discard(name)
 
     def _on_entered(self, message: Entered) -> None:
         region = self._regions.get(message.region_id)
@@ -1387,6 +1396,10 @@ def _driver_lock_works(devices: Devices, state_directory: Path, *, simulated: bo
     if reason:
         devices.withdraw_gate("nvidia", "driver-lock", reason)
     return not reason
+
+
+def _open_device_lock(path: Path) -> int:
+    return os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
 
 
 def _bad(acquire: Acquire, detail: str) -> Failed:

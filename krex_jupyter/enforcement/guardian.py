@@ -334,7 +334,9 @@ class Guardian:
         # One pending for that, and one for this method itself, so that nothing goes on before the plan is made.
         region.pending = 2
         self._gates.free(self._gates.of_root(enter.owner.pid), then=lambda: self._one_less(region))
-        self._scanner.discover_all()
+        if enter.vendor != "cpu":
+            # What was born since the last scan may have a context to lock. Without locks, freezing finds it.
+            self._scanner.discover_all()
         region.steps = {step.pid: step for step in self._plan(enter)}
         try:
             self._lock(region)

@@ -275,10 +275,10 @@ class _Presence:
                     self.connection.send(hello)
             if self.connection is None:
                 self.connection = Connection.open(self.hello)
+                self.wake()
             if self._thread is None or not self._thread.is_alive():
                 self._thread = threading.Thread(target=self._watch, name="krex-presence", daemon=True)
                 self._thread.start()
-            self.wake()
             return self.connection.welcome
 
     def leave(self) -> None:
