@@ -208,9 +208,7 @@ CASES = {
         lambda: on_gpu(device=DeviceEvidence(processes_before=(99,), processes_after=(99,), ungated=(99,))),
         lambda: on_gpu(device=DeviceEvidence(processes_before=(99,), processes_after=(99,), ungated=())),
     ),
-    "evidence_missing, of the owner": Case(
-        "evidence_missing", "unknown", lambda: on_gpu(owner=None), lambda: on_gpu()
-    ),
+    "evidence_missing, of the owner": Case("evidence_missing", "unknown", lambda: on_gpu(owner=None), on_gpu),
     "evidence_missing, its run-queue delay": Case(
         "evidence_missing",
         "unknown",
