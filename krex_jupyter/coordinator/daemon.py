@@ -608,19 +608,27 @@ class Coordinator:
     def _pump(self) -> None:
         """Let time-outs pass and start what may start."""
         now_s = time.monotonic()
-        if self._guardian.ready:
-            gated = self._gated_participants()
-            while (ticket := self._arbiter.start_next(now_s, gated)) is not None:
-                self._start(self._regions[ticket.region_id], now_s)
-        for ticket in self._arbiter.expired(now_s):
+        gated = self._gated_participants()
+        self._start_what_may(now_s, gated)
+        # Starting comes first: a time-out of 0 means "now or not at all".
+        late = self._arbiter.expired(now_s)
+        for ticket in late:
             region = self._regions[ticket.region_id]
             waited_s = now_s - ticket.submitted_s
             self._fail(region, "wait_timeout", f"waited {waited_s:.1f} s. {self._waits_for(region)}")
-        wake_s = self._arbiter.wake_s(now_s)
+        if late:
+            # Whoever gave up may have kept others waiting, and nothing else would wake us for them.
+            self._start_what_may(now_s, gated)
+        wake_s = self._arbiter.wake_s(now_s, gated)
         self._pump_s = float("inf") if wake_s is None else wake_s
         self._announce()
         self._release_device_locks()
         self._status_changed()
+
+    def _start_what_may(self, now_s: float, gated: set[str]) -> None:
+        if self._guardian.ready:
+            while (ticket := self._arbiter.start_next(now_s, gated)) is not None:
+                self._start(self._regions[ticket.region_id], now_s)
 
     def _gated_participants(self) -> set[str]:
         """Participants that a held region locks or freezes, unless that region is about to hand over."""

@@ -104,6 +104,7 @@ class Region:
                 gated=self.guarded,
                 revoked=self.revoked,
                 pinned=bool(self.cores),
+                devices=tuple(info.uuid for info in self.devices if info.vendor != "cpu"),
             ),
             thresholds,
         )

@@ -37,6 +37,10 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     duty_cap: float = 0.9
     run_queue_share: float = 0.005
 
+    def __post_init__(self) -> None:
+        # Whoever reads the file learns of a bound that makes no sense at once, not from the first region.
+        self.limits()
+
     def limits(self) -> Limits:
         """For the queue."""
         return Limits(
