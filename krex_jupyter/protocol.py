@@ -509,6 +509,30 @@ FromCoordinator: TypeAlias = (
 )
 
 
+# --- Jupyter server to browser ---------------------------------------------------------------------------------
+
+
+class Unavailable(Message, frozen=True, kw_only=True, tag="unavailable"):
+    """Nobody coordinates this host now; what was shown before is stale. A `Status` follows once that changes."""
+
+    at: float
+    """Unix time."""
+    detail: str
+    """Why, and what to do."""
+
+
+class ErrorBody(Part, frozen=True, kw_only=True):
+    """Body of every REST answer that is an error."""
+
+    message: str
+    what_to_do: str
+    code: str
+
+
+ToBrowser: TypeAlias = Status | Event | Unavailable
+"""What the event socket carries: a snapshot, then changes."""
+
+
 # --- Coordinator and guardian -----------------------------------------------------------------------------------
 
 

@@ -17,11 +17,11 @@ from jupyter_server.extension.application import ExtensionApp
 from traitlets import Bool, Float, Int
 
 from krex_jupyter import errors
-from krex_jupyter.protocol import Event, FromCoordinator, Status
+from krex_jupyter.protocol import Event, FromCoordinator, Status, Unavailable
 
 from . import announcements, provisioner, routes
 from .changes import ChangeQueue
-from .connection import Change, Link, Unavailable, active_link, set_active_link
+from .connection import Change, Link, active_link, set_active_link
 from .kernels import ACTIONS_SCHEMA, Kernels
 
 _STANDARD_PROVISIONER = "local-provisioner"

@@ -18,9 +18,9 @@ from krex_jupyter.protocol import (
     ReportDevice,
     Status,
     WaiterStatus,
+    Unavailable,
 )
 from krex_jupyter.server_ext import announcements
-from krex_jupyter.server_ext.connection import Unavailable
 
 CPU = DeviceInfo(uuid="cpu", name="some cpu", vendor="cpu")
 
