@@ -836,7 +836,9 @@ class Coordinator:
                 continue
             fd = self._device_locks.get(info.uuid)
             if fd is None:
-                fd = self._device_locks[info.uuid] = _open_device_lock(self._lock_directory / f"{info.uuid}.lock")
+                fd = self._device_locks[info.uuid] = _open_device_lock(
+                    self._lock_directory / f"{info.uuid}.lock"
+                )
             try:
                 fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
@@ -875,6 +877,7 @@ class Coordinator:
             self._pump()
             return
         region.siblings = message.siblings
+        region.enter_costs = message.costs
         now_s = time.monotonic()
         if any(sibling.gate != "observe" for sibling in message.siblings):
             self._arbiter.note_gated(region.region_id, now_s, frozen=region.frozen)

@@ -29,6 +29,7 @@ from krex_jupyter.protocol import (
     Audited,
     Enter,
     Entered,
+    EntryCosts,
     Forget,
     Gate,
     GuardianAudit,
@@ -489,9 +490,11 @@ class Guardian:
             Entered(
                 region_id=region.enter.region_id,
                 siblings=tuple(region.reports.values()),
-                lock_s=region.lock_s,
-                freeze_s=time.monotonic() - started_s - verify_s,
-                verify_s=verify_s,
+                costs=EntryCosts(
+                    lock_s=region.lock_s,
+                    freeze_s=time.monotonic() - started_s - verify_s,
+                    verify_s=verify_s,
+                ),
             )
         )
 
@@ -565,9 +568,7 @@ class Guardian:
         )
 
     def _refuse(self, region_id: str, why: str) -> None:
-        self._send(
-            Entered(region_id=region_id, siblings=(), lock_s=0.0, freeze_s=0.0, verify_s=0.0, error=why)
-        )
+        self._send(Entered(region_id=region_id, siblings=(), costs=EntryCosts(), error=why))
 
     def _report(self, step: Step, drain_s: float | None = None) -> SiblingReport:
         gated = self._gates.get(step.pid)
