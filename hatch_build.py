@@ -23,6 +23,8 @@ def build_panel(target_name: str, version: str, **options: str) -> None:
     if version == "editable":
         return
     if shutil.which("node") is None:
-        log.warning("Node.js was not found: this build has no JupyterLab panel. Install Node.js 20 to have it.")
+        log.warning(
+            "Node.js was not found: this build has no JupyterLab panel. Install Node.js 20 to have it."
+        )
         return
     npm_builder(target_name, version, path=str(SOURCES), **options)

@@ -191,6 +191,8 @@ class ParticipantStatus(Part, frozen=True, kw_only=True):
     paused_by: str = ""
     """Region that gates it now."""
     paused_s: float = 0.0
+    protected: bool = False
+    """Never gated, nor asks for regions: a Jupyter server."""
 
 
 class HolderStatus(Part, frozen=True, kw_only=True):

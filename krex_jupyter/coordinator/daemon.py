@@ -1387,6 +1387,7 @@ class Coordinator:
             state=state,  # type: ignore[arg-type]  # one of the four literals above
             paused_by=paused_by,
             paused_s=paused_s,
+            protected=participant.protected,
         )
 
 

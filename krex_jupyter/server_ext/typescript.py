@@ -61,7 +61,9 @@ def source() -> str:
     checks = ", ".join(_check_name(struct.__name__) for struct in get_args(protocol.ToBrowser))
     parts.append("/** What the event socket carries. */\n")
     parts.append(f"export type ToBrowser = {union};\n\n")
-    parts.append(f"export const checkToBrowser: check.Check<ToBrowser> = check.either<ToBrowser>({checks});\n")
+    parts.append(
+        f"export const checkToBrowser: check.Check<ToBrowser> = check.either<ToBrowser>({checks});\n"
+    )
     return "".join(parts)
 
 
@@ -99,7 +101,9 @@ def _structs_in(hint: Any) -> Iterator[type[msgspec.Struct]]:
 def _struct(struct: type[msgspec.Struct]) -> str:
     name = struct.__name__
     hints = get_type_hints(struct)
-    fields = [(field.encode_name, *_translated(hints[field.name])) for field in msgspec.structs.fields(struct)]
+    fields = [
+        (field.encode_name, *_translated(hints[field.name])) for field in msgspec.structs.fields(struct)
+    ]
     tag = struct.__struct_config__.tag
     if tag is not None:
         fields.insert(0, ("type", _quoted(tag), f"check.literal({_quoted(tag)})"))
@@ -148,7 +152,9 @@ def _translated(hint: Any) -> tuple[str, str]:
         # JSON's keys are text, whatever they were.
         kind, checked = _translated(arguments[1])
         return f"Readonly<Record<string, {kind}>>", f"check.record({checked})"
-    raise TypeError(f"protocol.py uses {hint!r}, which this module cannot translate; teach `_translated` about it")
+    raise TypeError(
+        f"protocol.py uses {hint!r}, which this module cannot translate; teach `_translated` about it"
+    )
 
 
 def _check_name(name: str) -> str:

@@ -54,6 +54,14 @@ export function circled(position: number): string {
     : `(${position})`;
 }
 
+/** Text of at most some characters; the last is an ellipsis where it is cut. */
+export function shortened(text: string, most: number): string {
+  const characters = [...text];
+  return characters.length <= most
+    ? text
+    : `${characters.slice(0, most - 1).join('')}…`;
+}
+
 function trimmed(value: number, digits: number): string {
   return String(Number(value.toFixed(digits)));
 }

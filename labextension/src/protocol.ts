@@ -127,6 +127,7 @@ export interface IParticipantStatus {
   state: 'running' | 'queued' | 'holding' | 'paused';
   paused_by: string;
   paused_s: number;
+  protected: boolean;
 }
 
 export const checkParticipantStatus: check.Check<IParticipantStatus> = check.object<IParticipantStatus>({
@@ -139,7 +140,8 @@ export const checkParticipantStatus: check.Check<IParticipantStatus> = check.obj
   gpu_library: check.nullable(check.truth),
   state: check.literal('running', 'queued', 'holding', 'paused'),
   paused_by: check.text,
-  paused_s: check.number
+  paused_s: check.number,
+  protected: check.truth
 });
 
 /** The device of a report. */
@@ -155,6 +157,19 @@ export const checkReportDevice: check.Check<IReportDevice> = check.object<IRepor
   uuid: check.text,
   name: check.text,
   vendor: checkVendor
+});
+
+/** Where the time of an entry went, as far as the guardian spent it. */
+export interface IEntryCosts {
+  lock_s: number;
+  freeze_s: number;
+  verify_s: number;
+}
+
+export const checkEntryCosts: check.Check<IEntryCosts> = check.object<IEntryCosts>({
+  lock_s: check.number,
+  freeze_s: check.number,
+  verify_s: check.number
 });
 
 /** What was done to one sibling process for one region. */
@@ -285,6 +300,7 @@ export interface IRegionReport {
   enter_s: number;
   held_s: number;
   exit_s: number;
+  enter_costs: IEntryCosts;
   cpu_policy: EffectiveCpuPolicy;
   siblings: ReadonlyArray<ISiblingReport>;
   verdict: Verdict;
@@ -307,6 +323,7 @@ export const checkRegionReport: check.Check<IRegionReport> = check.object<IRegio
   enter_s: check.number,
   held_s: check.number,
   exit_s: check.number,
+  enter_costs: checkEntryCosts,
   cpu_policy: checkEffectiveCpuPolicy,
   siblings: check.list(checkSiblingReport),
   verdict: checkVerdict,

@@ -108,7 +108,8 @@ export function timelineOf(options: {
     add(holder.pid, { kind: 'holding', from, to: 1 }, now_s);
   }
   const observed = new Set<number>();
-  for (const participant of status.participants) {
+  const participants = status.participants.filter(one => !one.protected);
+  for (const participant of participants) {
     names.set(participant.pid, shortName(participant));
     if (!participant.joined && participant.gpu_library !== true) {
       observed.add(participant.pid);
@@ -123,7 +124,7 @@ export function timelineOf(options: {
     }
   }
 
-  const living = new Set(status.participants.map(one => one.pid));
+  const living = new Set(participants.map(one => one.pid));
   const pids = new Set([...living, ...spans.keys()]);
   const rows = [...pids]
     .map((pid): IRow => ({

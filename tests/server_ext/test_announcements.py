@@ -17,8 +17,8 @@ from krex_jupyter.protocol import (
     RegionReport,
     ReportDevice,
     Status,
-    WaiterStatus,
     Unavailable,
+    WaiterStatus,
 )
 from krex_jupyter.server_ext import announcements
 

@@ -6,10 +6,13 @@
 import type { TranslationBundle } from '@jupyterlab/translation';
 import * as React from 'react';
 
-import { circled, running } from '../format';
+import { circled, running, shortened } from '../format';
 import type { KrexModel } from '../model';
 import { Standing, standingOf } from '../standing';
 import { TickingWidget } from './ticking';
+
+/** Longer names would push the time, or the whole item, out of a toolbar. */
+const MOST_NAME = 18;
 
 /** What is shown: a mark, words, and the words that a screen reader hears when the state changes. */
 export interface IIndication {
@@ -74,7 +77,7 @@ export function indicationOf(
         mark: '❚❚',
         words: trans.__(
           'paused while %1 measures · %2',
-          by,
+          shortened(by, MOST_NAME),
           running(standing.paused_s)
         ),
         spoken: trans.__('Paused by KREX while %1 measures', by),

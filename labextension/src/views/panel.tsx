@@ -116,6 +116,9 @@ export class PanelWidget extends TickingWidget {
                 }}
               />
             ))}
+            {status.devices.every(one => one.device.vendor === 'cpu') && (
+              <NoGpu trans={trans} />
+            )}
           </div>
         )}
       </>
@@ -179,32 +182,35 @@ function Notices(props: {
   trans: TranslationBundle;
 }): JSX.Element | null {
   const { status, trans } = props;
-  const onlyCpu = status.devices.every(one => one.device.vendor === 'cpu');
+  if (status.notices.length === 0) {
+    return null;
+  }
   return (
-    <>
-      {onlyCpu && (
-        <section className="jp-krex-Notice" aria-label={trans.__('No GPU')}>
-          <h3>{trans.__('No GPU was found on this host')}</h3>
-          <p>
-            {trans.__(
-              'Regions use the cpu device: the others are paused while one measures. If there should be a GPU, run krex devices in a terminal: it says why it is missing.'
-            )}
-          </p>
-        </section>
-      )}
-      {status.notices.length > 0 && (
-        <details className="jp-krex-Notice" role="group">
-          <summary>
-            {trans._n('%1 notice', '%1 notices', status.notices.length)}
-          </summary>
-          <ul>
-            {status.notices.map((text, index) => (
-              <li key={index}>{text}</li>
-            ))}
-          </ul>
-        </details>
-      )}
-    </>
+    <details className="jp-krex-Notice">
+      <summary>
+        {trans._n('%1 notice', '%1 notices', status.notices.length)}
+      </summary>
+      <ul>
+        {status.notices.map((text, index) => (
+          <li key={index}>{text}</li>
+        ))}
+      </ul>
+    </details>
+  );
+}
+
+function NoGpu(props: { trans: TranslationBundle }): JSX.Element {
+  const { trans } = props;
+  return (
+    <section className="jp-krex-Notice" aria-label={trans.__('No GPU')}>
+      <h3>{trans.__('No GPU was found on this host')}</h3>
+      <p>
+        {trans.__(
+          'Regions use the cpu device: the others are paused while one measures. If there should be a GPU, run %1 in a terminal: it says why it is missing.',
+          'krex devices'
+        )}
+      </p>
+    </section>
   );
 }
 
@@ -533,7 +539,8 @@ function Fidelity(props: { device: string; shared: IShared }): JSX.Element {
             <ul className="jp-krex-Reasons" aria-label={trans.__('Reasons')}>
               {reasons.map(({ code, count, detail }) => (
                 <li key={code}>
-                  {count} × <code>{code}</code>: {detail}
+                  {count} × <code>{code}</code>
+                  <span title={detail}>{detail}</span>
                 </li>
               ))}
             </ul>

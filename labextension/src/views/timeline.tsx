@@ -48,9 +48,9 @@ export function Timeline(props: {
           </pattern>
         </defs>
       </svg>
-      <ul className="jp-krex-Timeline-rows">
+      <ul className="jp-krex-Timeline-rows" role="list">
         {rows.map(row => (
-          <li key={row.pid} className="jp-krex-Timeline-row">
+          <li key={row.pid} className="jp-krex-Timeline-row" role="listitem">
             <span
               className={`jp-krex-Timeline-name${row.gone ? ' jp-krex-mod-gone' : ''}`}
               title={trans.__('%1 (pid %2)', row.name, row.pid)}
@@ -90,7 +90,7 @@ export function Timeline(props: {
         <span>{trans.__('now')}</span>
       </div>
       {props.more > 0 && (
-        <p className="jp-krex-faint">
+        <p className="jp-krex-Timeline-more jp-krex-faint">
           {trans._n('and %1 more', 'and %1 more', props.more)}
         </p>
       )}

@@ -1,0 +1,75 @@
+"""A real browser for these tests; `make test-ui` sets everything up that they need."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("playwright", reason="tests in a browser need the extra: pip install 'krex-jupyter[ui]'")
+pytest.importorskip("jupyterlab", reason="tests in a browser need the extra: pip install 'krex-jupyter[ui]'")
+
+from playwright.sync_api import Browser, BrowserContext, ConsoleMessage, sync_playwright
+
+from tests.scripts import ROOT, Script
+
+CHROMIUM = os.environ.get("KREX_CHROMIUM") or shutil.which("chromium") or ""
+
+
+@pytest.fixture(scope="session")
+def browser() -> Iterator[Browser]:
+    """One browser for all tests of a run."""
+    if not CHROMIUM:
+        pytest.skip("no chromium in PATH (Debian: apt-get install chromium), and KREX_CHROMIUM is not set")
+    if not (ROOT / "krex_jupyter" / "labextension" / "package.json").exists():
+        pytest.skip("the panel is not built: run make ui")
+    with sync_playwright() as playwright:
+        launched = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        yield launched
+        launched.close()
+
+
+@pytest.fixture
+def context(browser: Browser) -> Iterator[BrowserContext]:
+    """A browser profile of its own; what the extension writes to a page's console fails the test."""
+    ours: list[str] = []
+
+    def note(message: ConsoleMessage) -> None:
+        if re.search(r"krex", message.text + str(message.location), re.IGNORECASE):
+            ours.append(message.text)
+
+    made = browser.new_context(viewport={"width": 1400, "height": 900})
+    made.grant_permissions(["clipboard-read", "clipboard-write"])
+    made.on("console", note)
+    made.on("weberror", lambda error: ours.append(str(error.error)))
+    yield made
+    made.close()
+    # A browser itself writes a line for every socket and request that fails.
+    assert [
+        text for text in ours if "WebSocket connection" not in text and "Failed to load" not in text
+    ] == []
+
+
+@pytest.fixture
+def holders() -> Iterator[list[Script]]:
+    """Scripts that a test started; ended with it."""
+    started: list[Script] = []
+    yield started
+    for script in started:
+        script.end()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Iterator[None]:
+    """Where KREX_UI_PICTURES names a directory, each page of a failed test leaves a picture there."""
+    report = yield
+    directory = os.environ.get("KREX_UI_PICTURES")
+    made = getattr(item, "funcargs", {}).get("context")
+    if directory and report.when == "call" and report.failed and made is not None:
+        for index, page in enumerate(made.pages):
+            page.screenshot(path=Path(directory) / f"{item.name}-{index}.png")
+    return report
