@@ -1,10 +1,13 @@
 module.exports = {
   testEnvironment: 'node',
+  roots: ['<rootDir>/src'],
   testRegex: 'src/__tests__/.*\\.spec\\.ts$',
   transform: {
     '^.+\\.tsx?$': [
       'ts-jest',
       {
+        // Types are checked by lint:check; here only behaviour is.
+        isolatedModules: true,
         tsconfig: {
           module: 'commonjs',
           moduleResolution: 'node',
