@@ -102,7 +102,7 @@ def test_leaving_the_queue_from_the_panel_ends_the_wait_in_the_notebook(
 ) -> None:
     with lab.server("lab", tmp_path, cells=TWO_NOTEBOOKS) as served:
         matmul, _ = two_pages(context, served)
-        first_holder(served, holders)
+        first = first_holder(served, holders)
         lab.run_cell(matmul, 1, wait=False)
         leave = lab.panel(matmul).get_by_role("button", name="Take tune-matmul.ipynb out of the queue")
         # By keyboard, as who does not use a mouse.
@@ -114,6 +114,7 @@ def test_leaving_the_queue_from_the_panel_ends_the_wait_in_the_notebook(
         # The holder is left alone, until its user ends it.
         lab.panel(matmul).get_by_role("button", name=re.compile("End the region of")).click()
         expect(lab.panel(matmul)).to_contain_text("Nobody holds it")
+        first.say("leave")
         expect(lab.panel(matmul).get_by_role("list", name="Last regions of cpu")).to_contain_text("revoked")
 
 

@@ -14,6 +14,9 @@ import { TickingWidget } from './ticking';
 /** Longer names would push the time, or the whole item, out of a toolbar. */
 const MOST_NAME = 18;
 
+/** An estimate that has come down to this is over: it was one only, and says no more when. */
+export const SOON_S = 0.1;
+
 /** What is shown: a mark, words, and the words that a screen reader hears when the state changes. */
 export interface IIndication {
   readonly mark: string;
@@ -42,7 +45,9 @@ export function indicationOf(
         words:
           standing.eta_s === null
             ? trans.__('queued')
-            : trans.__('queued · ≈ %1', running(standing.eta_s)),
+            : standing.eta_s < SOON_S
+              ? trans.__('queued · soon')
+              : trans.__('queued · ≈ %1', running(standing.eta_s)),
         spoken: trans.__('KREX: queued as number %1', standing.position),
         hint: standing.waitsFor
       };

@@ -31,6 +31,7 @@ import {
 } from '../standing';
 import { timelineOf } from '../timeline';
 import { adviceFor, feedWords } from './advice';
+import { SOON_S } from './indicator';
 import { TickingWidget } from './ticking';
 import { Legend, Timeline } from './timeline';
 import { VERDICT_MARKS, verdictName } from './verdicts';
@@ -437,7 +438,9 @@ function Waiter(props: {
         >
           {eta_s === null
             ? trans.__('since %1', running(waiter.waited_s + model.age_s))
-            : trans.__('≈ %1', running(eta_s))}
+            : eta_s < SOON_S
+              ? trans.__('soon')
+              : trans.__('≈ %1', running(eta_s))}
         </span>
         {mayEnd(model, waiter) && (
           <button

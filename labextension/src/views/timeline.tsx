@@ -5,10 +5,11 @@
 import type { TranslationBundle } from '@jupyterlab/translation';
 import * as React from 'react';
 
+import { VERDICTS } from '../fidelity';
 import { cssShare, duration } from '../format';
 import type { Verdict } from '../protocol';
 import type { IRow, Span } from '../timeline';
-import { VERDICT_MARKS, verdictName } from './verdicts';
+import { verdictName } from './verdicts';
 
 const ROW_HEIGHT = 14;
 const BAR_TOP = 2;
@@ -103,19 +104,20 @@ export function Legend(props: { trans: TranslationBundle }): JSX.Element {
   const { trans } = props;
   const verdict = (name: Verdict): JSX.Element => (
     <span className="jp-krex-Legend-entry" key={name}>
-      <span
-        className={`jp-krex-Legend-swatch jp-krex-verdict-${name}`}
+      <svg
+        className={`jp-krex-Legend-shape jp-krex-verdict-${name}`}
+        width="12"
+        height={ROW_HEIGHT}
         aria-hidden="true"
-      />
+      >
+        <VerdictShape verdict={name} x="3px" width="6px" />
+      </svg>
       {verdictName(name, trans)}
-      {name !== 'clean' && (
-        <span aria-hidden="true">{` ${VERDICT_MARKS[name]}`}</span>
-      )}
     </span>
   );
   return (
     <div className="jp-krex-Legend">
-      {(['clean', 'suspect', 'contended', 'unknown'] as const).map(verdict)}
+      {VERDICTS.map(verdict)}
       <span className="jp-krex-Legend-entry">
         <span
           className="jp-krex-Legend-swatch jp-krex-mod-holding"
@@ -146,6 +148,69 @@ export function Legend(props: { trans: TranslationBundle }): JSX.Element {
       </span>
     </div>
   );
+}
+
+/**
+ * A region by its verdict, told by its shape, too: clean is whole, suspect has the gap of an exclamation mark,
+ * contended is crossed, revoked is hollow, unknown is dotted.
+ */
+function VerdictShape(props: {
+  verdict: Verdict;
+  x: string;
+  width: string;
+}): JSX.Element {
+  const { verdict, x, width } = props;
+  const part = (y: number, height: number, key = 0): JSX.Element => (
+    <rect
+      key={key}
+      className="jp-krex-span-region"
+      x={x}
+      y={y}
+      height={height}
+      rx="1"
+      style={{ width }}
+    />
+  );
+  switch (verdict) {
+    case 'clean':
+      return part(0, ROW_HEIGHT);
+    case 'suspect':
+      return (
+        <>
+          {part(0, 9, 0)}
+          {part(11, 3, 1)}
+        </>
+      );
+    case 'contended':
+      return (
+        <>
+          {part(0, ROW_HEIGHT)}
+          <rect
+            className="jp-krex-span-region"
+            x={x}
+            y={ROW_HEIGHT / 2 - 1.5}
+            height={3}
+            style={{
+              width: `calc(${width} + 6px)`,
+              transform: 'translateX(-3px)'
+            }}
+          />
+        </>
+      );
+    case 'revoked':
+      return (
+        <rect
+          className="jp-krex-span-hollow"
+          x={x}
+          y={1}
+          height={ROW_HEIGHT - 2}
+          rx="1"
+          style={{ width: `max(4px, ${width})` }}
+        />
+      );
+    case 'unknown':
+      return <>{[0, 5, 10].map(y => part(y, 4, y))}</>;
+  }
 }
 
 function SpanShape(props: {
@@ -205,23 +270,11 @@ function SpanShape(props: {
             width={cssShare(span.exit)}
             height={BAR_HEIGHT}
           />
-          <rect
-            className="jp-krex-span-region"
-            x={cssShare(span.from)}
-            y={0}
-            height={ROW_HEIGHT}
-            rx="1.5"
-            style={wideEnough}
+          <VerdictShape
+            verdict={verdict}
+            x={place.x}
+            width={wideEnough.width}
           />
-          {verdict !== 'clean' && (
-            <text
-              className="jp-krex-span-mark"
-              x={cssShare((span.from + span.to) / 2)}
-              y={ROW_HEIGHT - 4}
-            >
-              {VERDICT_MARKS[verdict]}
-            </text>
-          )}
         </g>
       );
     }
