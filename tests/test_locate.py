@@ -24,7 +24,6 @@ from krex_jupyter.locate import (
     short_address,
     user_directory,
 )
-
 from tests.another_user import UID, other_uid, reachable_directory, run_as_another_user
 
 ME = os.getuid()

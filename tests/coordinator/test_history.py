@@ -14,7 +14,6 @@ import pytest
 
 from krex_jupyter.coordinator.history import SCHEMA_VERSION, History
 from krex_jupyter.protocol import GetHistory, RegionReport, ReportDevice, Verdict
-
 from tests.another_user import reachable_directory, run_as_another_user
 
 PATIENCE_S = 10.0
