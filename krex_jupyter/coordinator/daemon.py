@@ -50,6 +50,7 @@ from krex_jupyter.protocol import (
     GetHistory,
     GetReport,
     GetStatus,
+    Goodbye,
     Granted,
     Heartbeat,
     Hello,
@@ -158,6 +159,10 @@ class Coordinator:
         self._regions: dict[str, Region] = {}
         self._of_connection: dict[Connection, Region] = {}
         self._device_locks: dict[str, int] = {}
+        """Open lock files, by device."""
+        self._locked_devices: set[str] = set()
+        self._named_locks: set[str] = set()
+        """Devices whose lock file says that this process was the last to take it."""
         self._spares: dict[int, list[tuple[Connection, int]]] = {}
         self._recent: deque[RegionReport] = deque(maxlen=_RECENT)
         self._notices: deque[str] = deque(maxlen=20)
@@ -191,8 +196,10 @@ class Coordinator:
             self._close(listener)
 
     def leave(self) -> None:
-        """End the loop at its next turn (a signal handler calls this)."""
+        """End the loop (a signal handler calls this)."""
         self._leaving = True
+        # Python resumes the selector's wait after a handler that raises nothing, so it has to be woken.
+        self._workers.post(lambda: None)
 
     def _wait_s(self) -> float:
         now_s = time.monotonic()
@@ -230,6 +237,7 @@ class Coordinator:
         listener.close()
         self._guardian.dismiss()
         for connection in list(self._connections):
+            connection.send(Goodbye())
             connection.close()
         self._write_history()
         self._history.close()
@@ -382,12 +390,13 @@ class Coordinator:
             participant.protected |= hello.role == "server"
             participant.joined = True
             # What its server says of a kernel is worth more than what the kernel says of itself.
-            participant.label = participant.label or hello.label
-            participant.kernel_id = participant.kernel_id or hello.kernel_id
-            participant.notebook = participant.notebook or hello.notebook
+            for name in ("label", "kernel_id", "notebook"):
+                known, said = getattr(participant, name), getattr(hello, name)
+                setattr(participant, name, (known or said) if participant.registered else (said or known))
             connection.participant = participant
             if len(participant.connections) == 1:
                 self._tell_guardian(participant)
+                self._guard_late(participant)
         self._send(
             connection,
             Welcome(
@@ -428,6 +437,20 @@ class Coordinator:
             ),
             fds=(participant.pidfd,),
         )
+
+    def _guard_late(self, participant: Participant) -> None:
+        """Bring regions that had nobody to gate to the guardian, now that there is somebody."""
+        for region in self._regions.values():
+            if (
+                region.phase in ("granted", "held")
+                and not region.guarded
+                and region.cpu_policy != "share"
+                and region.participant is not participant
+                and not participant.protected
+            ):
+                region.guarded = True
+                self._send_enter(region, self._siblings_of(region))
+                self._guardian.send(StartLease(region_id=region.region_id))
 
     def _remove_participant(self, participant: Participant) -> None:
         """Its process ended, or it left."""
@@ -472,6 +495,7 @@ class Coordinator:
         participant.kernel_id = message.kernel_id or participant.kernel_id
         participant.notebook = message.notebook or participant.notebook
         self._tell_guardian(participant)
+        self._guard_late(participant)
         self._send(connection, Done(request_id=message.request_id))
         self._status_changed()
 
@@ -612,7 +636,7 @@ class Coordinator:
         pids: set[int] = set()
         for region in self._regions.values():
             if region.phase in ("entering", "granted", "held"):
-                pids |= {sibling.pid for sibling in region.siblings if sibling.gate != "observe"}
+                pids |= {sibling.pid for sibling in region.all_siblings if sibling.gate != "observe"}
         if pids:
             gated = {
                 key for key, participant in self._participants.items() if participant.process.pid in pids
@@ -758,8 +782,15 @@ class Coordinator:
             self._grant(region, now_s)
             return
         region.guarded = True
-        self._beat_s = now_s
-        self._guardian.heard_s = max(self._guardian.heard_s, now_s)
+        self._send_enter(region, siblings)
+        self._timers.at(
+            now_s + _ENTER_BOUND_S,
+            lambda: self._guardian_lost("an entry took too long") if region.phase == "entering" else None,
+        )
+
+    def _send_enter(self, region: Region, siblings: tuple[SiblingRequest, ...]) -> None:
+        self._beat_s = time.monotonic()
+        self._guardian.heard_s = max(self._guardian.heard_s, self._beat_s)
         self._guardian.send(
             Enter(
                 region_id=region.region_id,
@@ -774,10 +805,6 @@ class Coordinator:
                 max_hold_s=region.max_hold_s,
                 driver_lock=self._driver_lock,
             )
-        )
-        self._timers.at(
-            now_s + _ENTER_BOUND_S,
-            lambda: self._guardian_lost("an entry took too long") if region.phase == "entering" else None,
         )
 
     def _siblings_of(self, region: Region) -> tuple[SiblingRequest, ...]:
@@ -805,30 +832,43 @@ class Coordinator:
     def _lock_devices(self, region: Region) -> str:
         """Take the lock file of each device; returns who has it otherwise."""
         for info in region.devices:
-            if info.uuid in self._device_locks:
+            if info.uuid in self._locked_devices:
                 continue
-            path = self._lock_directory / f"{info.uuid}.lock"
-            fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+            fd = self._device_locks.get(info.uuid)
+            if fd is None:
+                fd = self._device_locks[info.uuid] = _open_device_lock(
+                    self._lock_directory / f"{info.uuid}.lock"
+                )
             try:
                 fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
-                other = os.read(fd, 4096).decode(errors="replace").strip()
-                os.close(fd)
+                other = os.pread(fd, 4096, 0).decode(errors="replace").strip()
+                self._named_locks.discard(info.uuid)
                 return (
                     f"{info.uuid} is held through another coordinator ({other or 'it left no name'}). "
                     f"Use that one: unset KREX_SOCKET, or set it to the same path everywhere."
                 )
-            os.ftruncate(fd, 0)
-            os.write(fd, f"pid {os.getpid()} at {self._socket_path}\n".encode())
-            self._device_locks[info.uuid] = fd
+            self._locked_devices.add(info.uuid)
+            if info.uuid not in self._named_locks:
+                # Once, not per region: whoever finds the file locked reads there by whom.
+                os.ftruncate(fd, 0)
+                os.pwrite(fd, f"pid {os.getpid()} at {self._socket_path}\n".encode(), 0)
+                self._named_locks.add(info.uuid)
         return ""
 
     def _release_device_locks(self) -> None:
-        for name in [name for name in self._device_locks if self._arbiter.holder(name) is None]:
-            os.close(self._device_locks.pop(name))
+        for name in [name for name in self._locked_devices if self._arbiter.holder(name) is None]:
+            fcntl.flock(self._device_locks[name], fcntl.LOCK_UN)
+            self._locked_devices.discard(name)
 
     def _on_entered(self, message: Entered) -> None:
         region = self._regions.get(message.region_id)
+        if region is not None and region.phase in ("granted", "held") and not message.error:
+            # Somebody appeared during a region that had nobody to gate until then.
+            region.late += message.siblings
+            frozen = any(sibling.frozen for sibling in message.siblings)
+            self._arbiter.note_gated(region.region_id, time.monotonic(), frozen=frozen)
+            self._watch_for_stuck_owner()
         if region is None or region.phase != "entering":
             return
         if message.error:
@@ -837,6 +877,7 @@ class Coordinator:
             self._pump()
             return
         region.siblings = message.siblings
+        region.enter_costs = message.costs
         now_s = time.monotonic()
         if any(sibling.gate != "observe" for sibling in message.siblings):
             self._arbiter.note_gated(region.region_id, now_s, frozen=region.frozen)
@@ -958,7 +999,7 @@ class Coordinator:
         before = region.processes_before.get(uuid)
         ungated: tuple[int, ...] = ()
         if look.pids is not None:
-            gated = {sibling.pid for sibling in region.siblings if sibling.gate != "observe"}
+            gated = {sibling.pid for sibling in region.all_siblings if sibling.gate != "observe"}
             mine = region.participant.process.pid
             ungated = tuple(
                 pid for pid in look.pids if pid not in gated and pid != mine and not _descends_from(pid, mine)
@@ -1254,7 +1295,7 @@ class Coordinator:
 
     def _holder_status(self, region: Region, now_s: float) -> HolderStatus:
         held_s = now_s - region.granted_s if region.granted_s else 0.0
-        gated = sum(sibling.gate != "observe" for sibling in region.siblings)
+        gated = sum(sibling.gate != "observe" for sibling in region.all_siblings)
         notice = f"held for {held_s:.0f} s" if held_s > self._settings.notice_s else ""
         return HolderStatus(
             region_id=region.region_id,
@@ -1269,7 +1310,7 @@ class Coordinator:
             held_s=held_s,
             remaining_s=max(region.max_hold_s - held_s, 0.0) if region.max_hold_s else None,
             siblings_gated=gated,
-            siblings_observed=len(region.siblings) - gated,
+            siblings_observed=len(region.all_siblings) - gated,
             notice=notice,
         )
 
@@ -1281,7 +1322,7 @@ class Coordinator:
                 break
             if region.participant is participant and region.phase == "queued":
                 state = "queued"
-            for sibling in region.siblings:
+            for sibling in region.all_siblings:
                 if region.occupies and sibling.pid == participant.process.pid and sibling.gate != "observe":
                     paused_by, paused_s = region.region_id, now_s - region.granted_s
         if paused_by and state == "running":
@@ -1366,6 +1407,10 @@ def _driver_lock_works(devices: Devices, state_directory: Path, *, simulated: bo
     if reason:
         devices.withdraw_gate("nvidia", "driver-lock", reason)
     return not reason
+
+
+def _open_device_lock(path: Path) -> int:
+    return os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
 
 
 def _bad(acquire: Acquire, detail: str) -> Failed:

@@ -4,8 +4,9 @@ Every region needs *resources*: each of its devices, and `FREEZE` where it freez
 regions run one at a time per host. A waiting ticket starts when all its resources are free and no ticket ahead
 of it wants any of them, so a region on several devices gets all or none and cannot be starved by small ones.
 
-Two bounds keep work outside regions going. After a *burst* of regions that gate somebody (`handoff_regions` of
-them, or `handoff_s` seconds, on one resource) the resource rests for `gap_s`. And while processes are frozen, a
+Two bounds keep work outside regions going. In every *burst* of regions that gate somebody (`handoff_regions` of
+them, or `handoff_s` seconds, on one resource) there is rest of `gap_s` together; regions that leave that much
+between them anyway never wait for it. And while processes are frozen, a
 bucket drains: over time at most `duty_cap` of it may be frozen time.
 """
 
@@ -68,6 +69,8 @@ class _Resource:
     """The present holder gates somebody."""
     burst_started_s: float = float("-inf")
     burst_regions: int = 0
+    rested_s: float = 0.0
+    """Time in this burst in which nobody was gated."""
     gated_until_s: float = float("-inf")
     """When the last region that gated somebody ended."""
 
@@ -77,7 +80,9 @@ class _Resource:
             self.burst_regions >= limits.handoff_regions
             or self.gated_until_s - self.burst_started_s >= limits.handoff_s
         )
-        return self.gated_until_s + limits.gap_s if self.burst_regions and exhausted else float("-inf")
+        if not self.burst_regions or not exhausted:
+            return float("-inf")
+        return self.gated_until_s + limits.gap_s - self.rested_s
 
 
 @dataclass(slots=True)
@@ -164,10 +169,13 @@ class Arbiter:
             resource = self._resource(name)
             if resource.gated:
                 continue
-            # The same sum as in `rest_until_s`: a difference may round to less than the gap that was kept.
-            if now_s >= resource.gated_until_s + self.limits.gap_s:
+            rested_s = resource.rested_s + (now_s - resource.gated_until_s)
+            # The second is the same sum as in `rest_until_s`: a difference may round to less than the gap kept.
+            if rested_s >= self.limits.gap_s or now_s >= resource.rest_until_s(self.limits) > float("-inf"):
                 resource.burst_started_s = now_s
                 resource.burst_regions = 0
+                rested_s = 0.0
+            resource.rested_s = rested_s
             resource.gated = True
             resource.burst_regions += 1
         if frozen and ticket.freezes:

@@ -112,12 +112,9 @@ class Gates:
         if gated is None:
             known = self._scanner.handles.get(pid)
             try:
-                # A handle of its own: the scanner may drop its one while the process is gated.
-                handle = ProcessHandle.open(pid)
+                # Shared, since the scanner may drop it while the process is gated.
+                handle = ProcessHandle.open(pid) if known is None else known.share()
             except ProcessLookupError:
-                return None
-            if known is not None and known.process != handle.process:
-                handle.close()
                 return None
             gated = self._gated[pid] = Gated(handle)
         gated.regions.add(region_id)

@@ -29,6 +29,7 @@ from krex_jupyter.protocol import (
     Audited,
     Enter,
     Entered,
+    EntryCosts,
     Forget,
     Gate,
     GuardianAudit,
@@ -68,9 +69,11 @@ _SCAN_BUSY_S = 1.0
 _SCAN_IDLE_S = 5.0
 _BUSY_FOR_S = 60.0
 _WAITER_SHARE = 0.02
-"""A waiter that used more than this share of a core since it began to wait is frozen like anybody else."""
+_WAITER_FLOOR_S = 0.005
+"""A waiter that used more than this much CPU, and more than this share of a core, since it began to wait is frozen
+like anybody else. The floor is what going to sleep itself takes."""
 _WAITER_OBSERVED_S = 0.02
-"""Over a shorter time a waiter's CPU use says nothing, and it is frozen."""
+"""Over a shorter time CPU use says little: then no thread of the waiter may be runnable, either."""
 
 
 @dataclass(eq=False, slots=True)
@@ -150,6 +153,8 @@ class Guardian:
 
     def _on_signal(self, _number: int, _frame: object) -> None:
         self._leaving = True
+        # Python resumes the selector's wait after a handler that raises nothing, so it has to be woken.
+        self._workers.post(lambda: None)
 
     def _wait_s(self) -> float:
         if self._scanner.scanning:
@@ -301,10 +306,10 @@ class Guardian:
     def _truly_waits(self, participant: _Participant) -> bool:
         """Whether a process that is blocked in our client really uses no CPU."""
         waited_s = time.monotonic() - participant.waits_since_s
-        if waited_s < _WAITER_OBSERVED_S:
+        if waited_s < _WAITER_OBSERVED_S and participant.handle.threads_in("RD"):
             return False
         used_s = (sum(participant.handle.cpu_ns().values()) - participant.waits_cpu_ns) / 1e9
-        return used_s <= _WAITER_SHARE * waited_s
+        return used_s <= max(_WAITER_SHARE * waited_s, _WAITER_FLOOR_S)
 
     def _forget(self, message: Forget) -> None:
         participant = self._participants.get(message.process.pid)
@@ -330,7 +335,9 @@ class Guardian:
         # One pending for that, and one for this method itself, so that nothing goes on before the plan is made.
         region.pending = 2
         self._gates.free(self._gates.of_root(enter.owner.pid), then=lambda: self._one_less(region))
-        self._scanner.discover_all()
+        if enter.vendor != "cpu":
+            # What was born since the last scan may have a context to lock. Without locks, freezing finds it.
+            self._scanner.discover_all()
         region.steps = {step.pid: step for step in self._plan(enter)}
         try:
             self._lock(region)
@@ -483,9 +490,11 @@ class Guardian:
             Entered(
                 region_id=region.enter.region_id,
                 siblings=tuple(region.reports.values()),
-                lock_s=region.lock_s,
-                freeze_s=time.monotonic() - started_s - verify_s,
-                verify_s=verify_s,
+                costs=EntryCosts(
+                    lock_s=region.lock_s,
+                    freeze_s=time.monotonic() - started_s - verify_s,
+                    verify_s=verify_s,
+                ),
             )
         )
 
@@ -559,9 +568,7 @@ class Guardian:
         )
 
     def _refuse(self, region_id: str, why: str) -> None:
-        self._send(
-            Entered(region_id=region_id, siblings=(), lock_s=0.0, freeze_s=0.0, verify_s=0.0, error=why)
-        )
+        self._send(Entered(region_id=region_id, siblings=(), costs=EntryCosts(), error=why))
 
     def _report(self, step: Step, drain_s: float | None = None) -> SiblingReport:
         gated = self._gates.get(step.pid)

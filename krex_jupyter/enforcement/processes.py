@@ -79,6 +79,7 @@ class ProcessHandle:
         """Take over ``pidfd``. Raises `ProcessLookupError` where the process is gone."""
         self.pid = pid
         self.pidfd = pidfd
+        self._users = 1
         found = reference(pid, pidfd)
         try:
             if found is None:
@@ -105,8 +106,16 @@ class ProcessHandle:
             raise ProcessLookupError(f"process {pid} is gone") from error
         return cls(pid, pidfd)
 
+    def share(self) -> ProcessHandle:
+        """The same handle for one more user, who closes it too: opening the files is what costs."""
+        self._users += 1
+        return self
+
     def close(self) -> None:
-        """Close everything; idempotent."""
+        """Close everything, once every user has."""
+        self._users -= 1
+        if self._users:
+            return
         for thread in self._threads.values():
             thread.close()
         self._threads.clear()
@@ -148,14 +157,19 @@ class ProcessHandle:
         if not self._threads:
             # Nothing readable proves nothing: only a process that is gone counts as standing still.
             return [] if read_stat(self.pid) is None else [self.pid]
-        running: list[int] = []
+        return self.threads_in("RSDIWKP")
+
+    def threads_in(self, states: str) -> list[int]:
+        """Threads whose state letter is one of ``states`` now."""
+        wanted = states.encode()
+        found: list[int] = []
         for tid, thread in list(self._threads.items()):
             content = self._read(tid, thread.stat)
             # The state is the letter behind the closing parenthesis of the name.
             at = content.rfind(b")") + 2
-            if at > 1 and content[at : at + 1] not in b"TtZX":
-                running.append(tid)
-        return running
+            if at > 1 and content[at : at + 1] in wanted:
+                found.append(tid)
+        return found
 
     def cpu_ns(self) -> dict[int, int]:
         """Nanoseconds on a CPU so far, per thread."""

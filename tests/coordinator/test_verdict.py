@@ -170,6 +170,12 @@ CASES = {
         lambda: on_cpu(audit=GuardianAudit(observed_cpu_s={20: 0.5})),
         lambda: on_gpu(audit=GuardianAudit(observed_cpu_s={20: 0.5})),
     ),
+    "joined_late": Case(
+        "joined_late",
+        "suspect",
+        lambda: on_gpu(late=(sibling(),)),
+        lambda: on_gpu(late=()),
+    ),
     "thawed_for_signal": Case(
         "thawed_for_signal",
         "suspect",
