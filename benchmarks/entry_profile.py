@@ -37,9 +37,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="krex-profile-") as directory:
         os.environ["KREX_SOCKET"] = f"{directory}/krex.sock"
         siblings = [
-            subprocess.Popen(
-                [sys.executable, "-c", SIBLING], stdin=subprocess.PIPE, stdout=subprocess.PIPE
-            )
+            subprocess.Popen([sys.executable, "-c", SIBLING], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
             for _ in range(arguments.siblings)
         ]
         try:
