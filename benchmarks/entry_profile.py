@@ -13,8 +13,10 @@ import os
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from statistics import median
 
 SIBLING = """
@@ -30,6 +32,7 @@ sys.stdin.read()
 
 
 def main() -> None:
+    """Start the siblings, measure, end them."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--siblings", type=int, default=8)
     parser.add_argument("--regions", type=int, default=100)
@@ -44,7 +47,7 @@ def main() -> None:
             for sibling in siblings:
                 assert sibling.stdout is not None
                 sibling.stdout.readline()
-            calls(siblings[0].pid if siblings else os.getpid())
+            calls([sibling.pid for sibling in siblings])
             regions(arguments.regions)
         finally:
             from krex_jupyter.runtime import client
@@ -56,11 +59,22 @@ def main() -> None:
 
 
 def regions(count: int) -> None:
+    """Regions 20 ms apart, under both CPU policies."""
     import cupy
 
     import krex_jupyter as krex
+    from krex_jupyter.enforcement.cpus import full_cpuset, pinned
+    from krex_jupyter.runtime.synchronize import synchronise
 
     cupy.ones(8).sum().item()
+    full = full_cpuset()
+
+    def pin() -> None:
+        with pinned(threading.get_native_id(), sorted(full)[-2:], full):
+            pass
+
+    print(f"pin and unpin              {cost_ms(pin):8.3f} ms")
+    print(f"synchronise                {cost_ms(lambda: synchronise(('any',))):8.3f} ms")
     for policy in ("isolate", "freeze"):
         rows: dict[str, list[float]] = {}
         for _ in range(count):
@@ -95,7 +109,8 @@ def regions(count: int) -> None:
             print(f"{name:22} p50 {median(values):7.3f}   p99 {values[int(0.99 * (len(values) - 1))]:7.3f}")
 
 
-def calls(pid: int) -> None:
+def calls(pids: list[int]) -> None:
+    """What single calls cost, and locking all siblings on 1, 2, 4 and 8 threads."""
     import pynvml
 
     from krex_jupyter.enforcement.driver_lock import LibcudaLock
@@ -103,11 +118,23 @@ def calls(pid: int) -> None:
     pynvml.nvmlInit()
     handle = pynvml.nvmlDeviceGetHandleByIndex(0)
     lock = LibcudaLock()
+    pid = pids[0]
     lock.state(pid)
 
     def lock_and_unlock() -> None:
         lock.lock(pid, 1.0)
         lock.unlock(pid)
+
+    for threads in (1, 2, 4, 8):
+        with ThreadPoolExecutor(threads) as pool:
+            values: list[float] = []
+            for _ in range(30):
+                started_s = time.perf_counter()
+                list(pool.map(lambda pid: lock.lock(pid, 1.0), pids))
+                values.append((time.perf_counter() - started_s) * 1e3)
+                list(pool.map(lock.unlock, pids))
+                time.sleep(0.02)
+        print(f"lock {len(pids)} on {threads} threads      {median(values):8.3f} ms")
 
     for name, call in (
         ("NVML compute processes", lambda: pynvml.nvmlDeviceGetComputeRunningProcesses(handle)),

@@ -206,7 +206,7 @@ class Coordinator:
         times_s = [self._timers.next_s(), self._pump_s]
         if self._guarded():
             times_s += [self._beat_s + HEARTBEAT_S, self._guardian.heard_s + LATE_S]
-        if self._settings.idle_exit_s and not self._participants:
+        if self._settings.idle_exit_s and not self._anybody():
             times_s.append(self._empty_since_s + self._settings.idle_exit_s)
         return min(max(min(times_s) - now_s, 0.0), 3600.0)
 
@@ -227,8 +227,12 @@ class Coordinator:
         if now_s >= self._pump_s:
             self._pump()
         idle_s = now_s - self._empty_since_s
-        if self._settings.idle_exit_s and not self._participants and idle_s >= self._settings.idle_exit_s:
+        if self._settings.idle_exit_s and not self._anybody() and idle_s >= self._settings.idle_exit_s:
             self._leaving = True
+
+    def _anybody(self) -> bool:
+        """Somebody takes part of its own accord."""
+        return any(not participant.foreign for participant in self._participants.values())
 
     def _guarded(self) -> bool:
         return any(region.guarded and region.occupies for region in self._regions.values())
@@ -462,11 +466,13 @@ class Coordinator:
             self._drop_connection(connection)
         os.close(participant.pidfd)
         self._event("gone", participant)
-        if not self._participants:
+        if not self._anybody():
             self._empty_since_s = time.monotonic()
 
-    def _counts(self, participant: Participant) -> bool:
-        """Whether a process is a sibling, or only observed."""
+    def _counts(self, participant: Participant, region: Region) -> bool:
+        """Whether a process is a sibling of a region, or only observed."""
+        if participant.foreign and not participant.joined:
+            return region.acquire.foreign == "gate"
         rule = self._settings.participants
         return participant.joined or rule == "all" or (rule == "gpu" and participant.gpu_library is True)
 
@@ -595,6 +601,13 @@ class Coordinator:
                     code="unsupported",
                     detail=f"cpu='isolate' needs at least {_MIN_CORES_TO_ISOLATE} usable cores. Use cpu='freeze'.",
                 )
+        allowed = self._settings.allow_foreign
+        if acquire.foreign == "gate" and not (not self._system if allowed is None else allowed):
+            return Failed(
+                request_id=acquire.request_id,
+                code="not_permitted",
+                detail="foreign='gate' is not allowed here; ask the administrator to set allow_foreign = true",
+            )
         if acquire.max_hold_s == 0 and acquire.cpu != "share":
             return _bad(acquire, "max_hold=0 (no limit) is allowed only with cpu='share', which stops nobody")
         return None
@@ -776,6 +789,8 @@ class Coordinator:
             if info.vendor != "cpu":
                 look = self._watch.last.get(info.uuid)
                 region.processes_before[info.uuid] = None if look is None else look.pids
+        if region.acquire.foreign == "gate":
+            self._adopt_foreign(region)
         siblings = self._siblings_of(region)
         nothing_to_gate = region.vendor == "cpu" and region.cpu_policy == "share"
         if not siblings or nothing_to_gate:
@@ -807,6 +822,24 @@ class Coordinator:
             )
         )
 
+    def _adopt_foreign(self, region: Region) -> None:
+        """Have processes that never took part, but use a device of the region, gated for it like the others."""
+        known = {participant.process.pid for participant in self._participants.values()}
+        for pid in sorted({pid for pids in region.processes_before.values() for pid in pids or ()} - known):
+            try:
+                pidfd = os.pidfd_open(pid)
+            except OSError:
+                continue
+            process = reference(pid, pidfd)
+            if process is not None and not _descends_from(pid, region.participant.process.pid):
+                participant = self._participant(process, _uid_of(pid), pidfd)
+                participant.foreign = True
+                participant.label = participant.label or f"pid {pid}, not in KREX"
+                self._tell_guardian(participant)
+                who = region.participant.label or f"pid {region.participant.process.pid}"
+                self._notice(f"process {pid}, which never took part in KREX, is gated for regions of {who}")
+            os.close(pidfd)
+
     def _siblings_of(self, region: Region) -> tuple[SiblingRequest, ...]:
         holding = {r.participant.key for r in self._regions.values() if r.occupies}
         waiting = {r.participant.key for r in self._regions.values() if r.phase == "queued"}
@@ -815,7 +848,7 @@ class Coordinator:
                 process=participant.process,
                 holds_region=key in holding and not self._is_handing_over(participant),
                 waiting=key in waiting,
-                counts=self._counts(participant),
+                counts=self._counts(participant, region),
                 contexts=participant.contexts,
             )
             for key, participant in self._participants.items()
@@ -863,7 +896,7 @@ class Coordinator:
 
     def _on_entered(self, message: Entered) -> None:
         region = self._regions.get(message.region_id)
-        if region is not None and region.phase in ("granted", "held") and not message.error:
+        if region is not None and region.phase in ("granted", "held", "leaving") and not message.error:
             # Somebody appeared during a region that had nobody to gate until then.
             region.late += message.siblings
             frozen = any(sibling.frozen for sibling in message.siblings)
