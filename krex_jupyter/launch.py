@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import resource
 import signal
 import subprocess
 import sys
@@ -22,6 +21,10 @@ from filelock import FileLock, Timeout
 
 from .errors import CoordinatorUnavailable
 from .locate import Location, connect, lock_directory
+
+if sys.platform != "win32":
+    # Not there on Windows, where importing the package works all the same.
+    import resource
 
 _BOOT = (
     "import json, runpy, sys; sys.path[:] = json.loads(sys.argv[1]); module = sys.argv[2]; "
