@@ -437,6 +437,10 @@ class Failed(Message, frozen=True, kw_only=True, tag="failed"):
     detail: str
 
 
+class Goodbye(Message, frozen=True, kw_only=True, tag="goodbye"):
+    """The coordinator was told to end. Without this, the end of a connection means that it died."""
+
+
 class Done(Message, frozen=True, kw_only=True, tag="done"):
     """A request without a result of its own was carried out."""
 
@@ -490,7 +494,18 @@ ToCoordinator: TypeAlias = (
     | Ping
 )
 FromCoordinator: TypeAlias = (
-    Welcome | Queued | Granted | Released | Revoked | Failed | Done | Pong | Status | History | Event
+    Welcome
+    | Queued
+    | Granted
+    | Released
+    | Revoked
+    | Failed
+    | Done
+    | Goodbye
+    | Pong
+    | Status
+    | History
+    | Event
 )
 
 

@@ -50,6 +50,7 @@ from krex_jupyter.protocol import (
     GetHistory,
     GetReport,
     GetStatus,
+    Goodbye,
     Granted,
     Heartbeat,
     Hello,
@@ -230,6 +231,7 @@ class Coordinator:
         listener.close()
         self._guardian.dismiss()
         for connection in list(self._connections):
+            connection.send(Goodbye())
             connection.close()
         self._write_history()
         self._history.close()
@@ -388,6 +390,7 @@ class Coordinator:
             connection.participant = participant
             if len(participant.connections) == 1:
                 self._tell_guardian(participant)
+                self._guard_late(participant)
         self._send(
             connection,
             Welcome(
@@ -428,6 +431,20 @@ class Coordinator:
             ),
             fds=(participant.pidfd,),
         )
+
+    def _guard_late(self, participant: Participant) -> None:
+        """Bring regions that had nobody to gate to the guardian, now that there is somebody."""
+        for region in self._regions.values():
+            if (
+                region.phase in ("granted", "held")
+                and not region.guarded
+                and region.cpu_policy != "share"
+                and region.participant is not participant
+                and not participant.protected
+            ):
+                region.guarded = True
+                self._send_enter(region, self._siblings_of(region))
+                self._guardian.send(StartLease(region_id=region.region_id))
 
     def _remove_participant(self, participant: Participant) -> None:
         """Its process ended, or it left."""
@@ -472,6 +489,7 @@ class Coordinator:
         participant.kernel_id = message.kernel_id or participant.kernel_id
         participant.notebook = message.notebook or participant.notebook
         self._tell_guardian(participant)
+        self._guard_late(participant)
         self._send(connection, Done(request_id=message.request_id))
         self._status_changed()
 
@@ -604,7 +622,7 @@ class Coordinator:
         pids: set[int] = set()
         for region in self._regions.values():
             if region.phase in ("entering", "granted", "held"):
-                pids |= {sibling.pid for sibling in region.siblings if sibling.gate != "observe"}
+                pids |= {sibling.pid for sibling in region.all_siblings if sibling.gate != "observe"}
         if pids:
             gated = {
                 key for key, participant in self._participants.items() if participant.process.pid in pids
@@ -750,8 +768,15 @@ class Coordinator:
             self._grant(region, now_s)
             return
         region.guarded = True
-        self._beat_s = now_s
-        self._guardian.heard_s = max(self._guardian.heard_s, now_s)
+        self._send_enter(region, siblings)
+        self._timers.at(
+            now_s + _ENTER_BOUND_S,
+            lambda: self._guardian_lost("an entry took too long") if region.phase == "entering" else None,
+        )
+
+    def _send_enter(self, region: Region, siblings: tuple[SiblingRequest, ...]) -> None:
+        self._beat_s = time.monotonic()
+        self._guardian.heard_s = max(self._guardian.heard_s, self._beat_s)
         self._guardian.send(
             Enter(
                 region_id=region.region_id,
@@ -766,10 +791,6 @@ class Coordinator:
                 max_hold_s=region.max_hold_s,
                 driver_lock=self._driver_lock,
             )
-        )
-        self._timers.at(
-            now_s + _ENTER_BOUND_S,
-            lambda: self._guardian_lost("an entry took too long") if region.phase == "entering" else None,
         )
 
     def _siblings_of(self, region: Region) -> tuple[SiblingRequest, ...]:
@@ -821,6 +842,12 @@ class Coordinator:
 
     def _on_entered(self, message: Entered) -> None:
         region = self._regions.get(message.region_id)
+        if region is not None and region.phase in ("granted", "held") and not message.error:
+            # Somebody appeared during a region that had nobody to gate until then.
+            region.late += message.siblings
+            frozen = any(sibling.frozen for sibling in message.siblings)
+            self._arbiter.note_gated(region.region_id, time.monotonic(), frozen=frozen)
+            self._watch_for_stuck_owner()
         if region is None or region.phase != "entering":
             return
         if message.error:
@@ -950,7 +977,7 @@ class Coordinator:
         before = region.processes_before.get(uuid)
         ungated: tuple[int, ...] = ()
         if look.pids is not None:
-            gated = {sibling.pid for sibling in region.siblings if sibling.gate != "observe"}
+            gated = {sibling.pid for sibling in region.all_siblings if sibling.gate != "observe"}
             mine = region.participant.process.pid
             ungated = tuple(
                 pid for pid in look.pids if pid not in gated and pid != mine and not _descends_from(pid, mine)
@@ -1246,7 +1273,7 @@ class Coordinator:
 
     def _holder_status(self, region: Region, now_s: float) -> HolderStatus:
         held_s = now_s - region.granted_s if region.granted_s else 0.0
-        gated = sum(sibling.gate != "observe" for sibling in region.siblings)
+        gated = sum(sibling.gate != "observe" for sibling in region.all_siblings)
         notice = f"held for {held_s:.0f} s" if held_s > self._settings.notice_s else ""
         return HolderStatus(
             region_id=region.region_id,
@@ -1261,7 +1288,7 @@ class Coordinator:
             held_s=held_s,
             remaining_s=max(region.max_hold_s - held_s, 0.0) if region.max_hold_s else None,
             siblings_gated=gated,
-            siblings_observed=len(region.siblings) - gated,
+            siblings_observed=len(region.all_siblings) - gated,
             notice=notice,
         )
 
@@ -1273,7 +1300,7 @@ class Coordinator:
                 break
             if region.participant is participant and region.phase == "queued":
                 state = "queued"
-            for sibling in region.siblings:
+            for sibling in region.all_siblings:
                 if region.occupies and sibling.pid == participant.process.pid and sibling.gate != "observe":
                     paused_by, paused_s = region.region_id, now_s - region.granted_s
         if paused_by and state == "running":

@@ -47,6 +47,8 @@ class Region:
     released_s: float = 0.0
     cores: tuple[int, ...] = ()
     siblings: tuple[SiblingReport, ...] = ()
+    late: tuple[SiblingReport, ...] = ()
+    """Those of the siblings that appeared during the region."""
     revoked: tuple[str, str] | None = None
     release_request: int = 0
     owner: OwnerEvidence | None = None
@@ -79,18 +81,25 @@ class Region:
     @property
     def frozen(self) -> bool:
         """Somebody stands frozen for it."""
-        return any(sibling.frozen for sibling in self.siblings)
+        return any(sibling.frozen for sibling in self.all_siblings)
+
+    @property
+    def all_siblings(self) -> tuple[SiblingReport, ...]:
+        """Those gated or observed from the start, and those that appeared since."""
+        return self.siblings + self.late
 
     def report(self, now_s: float, thresholds: Thresholds) -> RegionReport:
         """The region's report as of now."""
         evidence = Evidence(owner=self.owner, siblings=self.audit, device=dict(self.evidence))
         ended_s = self.released_s or now_s
-        siblings = self.siblings + (self.audit.joined_late if self.audit is not None else ())
+        late = self.late + (self.audit.joined_late if self.audit is not None else ())
+        siblings = self.siblings + late
         verdict, reasons = judge(
             Facts(
                 vendor=self.vendor,
                 held_s=max(ended_s - self.granted_s, 0.0),
                 siblings=siblings,
+                late=late,
                 evidence=evidence,
                 gated=self.guarded,
                 revoked=self.revoked,

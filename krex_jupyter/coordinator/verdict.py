@@ -38,7 +38,9 @@ class Facts:
     held_s: float
     siblings: tuple[SiblingReport, ...]
     evidence: Evidence
-    gated: bool
+    late: tuple[SiblingReport, ...] = ()
+    """Those of the siblings that appeared during the region."""
+    gated: bool = False
     """The guardian acted, so its audit is due."""
     revoked: tuple[str, str] | None = None
     """(code, detail) where exclusivity ended early."""
@@ -112,6 +114,12 @@ def _judge_owner(facts: Facts, bounds: Thresholds, say: Say) -> None:
 
 def _judge_siblings(facts: Facts, bounds: Thresholds, say: Say) -> None:
     labels = {sibling.pid: sibling.label or f"pid {sibling.pid}" for sibling in facts.siblings}
+    for sibling in facts.late:
+        say(
+            "suspect",
+            "joined_late",
+            f"{labels[sibling.pid]} appeared during the region and ran until it was gated. Run it again.",
+        )
     audit = facts.evidence.siblings
     if audit is None:
         if facts.gated and facts.revoked is None:

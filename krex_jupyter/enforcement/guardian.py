@@ -68,9 +68,11 @@ _SCAN_BUSY_S = 1.0
 _SCAN_IDLE_S = 5.0
 _BUSY_FOR_S = 60.0
 _WAITER_SHARE = 0.02
-"""A waiter that used more than this share of a core since it began to wait is frozen like anybody else."""
+_WAITER_FLOOR_S = 0.005
+"""A waiter that used more than this much CPU, and more than this share of a core, since it began to wait is frozen
+like anybody else. The floor is what going to sleep itself takes."""
 _WAITER_OBSERVED_S = 0.02
-"""Over a shorter time a waiter's CPU use says nothing, and it is frozen."""
+"""Over a shorter time CPU use says little: then no thread of the waiter may be runnable, either."""
 
 
 @dataclass(eq=False, slots=True)
@@ -301,10 +303,10 @@ class Guardian:
     def _truly_waits(self, participant: _Participant) -> bool:
         """Whether a process that is blocked in our client really uses no CPU."""
         waited_s = time.monotonic() - participant.waits_since_s
-        if waited_s < _WAITER_OBSERVED_S:
+        if waited_s < _WAITER_OBSERVED_S and participant.handle.threads_in("RD"):
             return False
         used_s = (sum(participant.handle.cpu_ns().values()) - participant.waits_cpu_ns) / 1e9
-        return used_s <= _WAITER_SHARE * waited_s
+        return used_s <= max(_WAITER_SHARE * waited_s, _WAITER_FLOOR_S)
 
     def _forget(self, message: Forget) -> None:
         participant = self._participants.get(message.process.pid)

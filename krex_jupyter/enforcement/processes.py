@@ -148,14 +148,19 @@ class ProcessHandle:
         if not self._threads:
             # Nothing readable proves nothing: only a process that is gone counts as standing still.
             return [] if read_stat(self.pid) is None else [self.pid]
-        running: list[int] = []
+        return self.threads_in("RSDIWKP")
+
+    def threads_in(self, states: str) -> list[int]:
+        """Threads whose state letter is one of ``states`` now."""
+        wanted = states.encode()
+        found: list[int] = []
         for tid, thread in list(self._threads.items()):
             content = self._read(tid, thread.stat)
             # The state is the letter behind the closing parenthesis of the name.
             at = content.rfind(b")") + 2
-            if at > 1 and content[at : at + 1] not in b"TtZX":
-                running.append(tid)
-        return running
+            if at > 1 and content[at : at + 1] in wanted:
+                found.append(tid)
+        return found
 
     def cpu_ns(self) -> dict[int, int]:
         """Nanoseconds on a CPU so far, per thread."""

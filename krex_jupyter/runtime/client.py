@@ -35,7 +35,7 @@ from krex_jupyter.errors import (
 )
 from krex_jupyter.launch import start_coordinator
 from krex_jupyter.locate import Location, connect, location
-from krex_jupyter.protocol import Failed, FromCoordinator, Hello, Message, Ping, Pong, Welcome
+from krex_jupyter.protocol import Failed, FromCoordinator, Goodbye, Hello, Message, Ping, Pong, Welcome
 from krex_jupyter.wire import MAX_ANSWER_BYTES, Assembler, WireError, client_side, receive_packet
 
 ANSWER_S = 10.0
@@ -45,6 +45,8 @@ _HELLO_S = 1.0
 """A coordinator that does not answer a hello within this is stopped: it is ended and replaced."""
 _PING_S = 0.25
 _PING_LATE_S = 0.4
+_REJOIN_S = 2.0
+"""How often a participant without a coordinator looks whether there is one again."""
 _ATTEMPTS = 3
 
 M = TypeVar("M", bound=Message)
@@ -255,7 +257,9 @@ class _Presence:
         self.hello = Hello(label=_default_label(), notebook=os.environ.get("JPY_SESSION_NAME", ""))
         self.connection: Connection | None = None
         self.held = 0
-        """Regions held now; while there are any, the coordinator is pinged."""
+        """Regions held now; while there are any, a coordinator that dies is replaced at once."""
+        self.gating = 0
+        """Those of them that gate somebody; while there are any, the coordinator is pinged."""
         self.guard = threading.RLock()
         self._wake_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._thread: threading.Thread | None = None
@@ -302,53 +306,60 @@ class _Presence:
             if connection is not None:
                 poller.register(connection, select.POLLIN)
             now_s = time.monotonic()
-            if not self.held:
-                # Outside regions: nothing to do until something arrives.
+            if not self.gating:
+                # Nobody stands still because of this process: nothing to do until something arrives.
                 pinged_s, wait_s = None, None
             elif pinged_s is not None:
                 wait_s = max(pinged_s + _PING_LATE_S - now_s, 0.0)
             else:
                 next_ping_s = next_ping_s if now_s < next_ping_s < now_s + _PING_S else now_s + _PING_S
                 wait_s = next_ping_s - now_s
+            if connection is None:
+                wait_s = _REJOIN_S
             ready = {fd for fd, _ in poller.poll(None if wait_s is None else wait_s * 1e3)}
             if self._wake_fd in ready:
                 with contextlib.suppress(BlockingIOError):
                     os.eventfd_read(self._wake_fd)
             if connection is None:
-                if not self.held:
-                    return
-                self._replace(None)
+                self._rejoin(start=bool(self.held))
                 pinged_s = None
                 continue
             try:
                 if connection.fileno() in ready:
-                    if isinstance(connection.receive_now(), Pong):
+                    message = connection.receive_now()
+                    if isinstance(message, Pong):
                         pinged_s = None
-                elif self.held and pinged_s is not None and time.monotonic() >= pinged_s + _PING_LATE_S:
+                    elif isinstance(message, Goodbye):
+                        # It was told to end: no other is started, unless a region needs one.
+                        self._forget(connection)
+                elif self.gating and pinged_s is not None and time.monotonic() >= pinged_s + _PING_LATE_S:
                     end_stopped_coordinator(connection.welcome.coordinator_pid)
                     self._replace(connection)
                     pinged_s = None
-                elif self.held and pinged_s is None and time.monotonic() >= next_ping_s:
+                elif self.gating and pinged_s is None and time.monotonic() >= next_ping_s:
                     connection.send(Ping(request_id=next_request_id()))
                     pinged_s = time.monotonic()
             except CoordinatorUnavailable:
                 self._replace(connection)
                 pinged_s = None
 
-    def _replace(self, lost: Connection | None) -> None:
-        """Forget a coordinator that is gone; while a region is held, see to it that there is another.
+    def _replace(self, lost: Connection) -> None:
+        """The coordinator died: start another, which sets free what the last one left gated, or find one."""
+        self._forget(lost)
+        self._rejoin(start=True)
 
-        The new one sets free what the last one left gated. Outside regions the next region starts it.
-        """
+    def _forget(self, lost: Connection) -> None:
         with self.guard:
-            if lost is not None:
-                lost.close()
-                if self.connection is lost:
-                    self.connection = None
-            if not self.held or self._leaving:
-                return
-            with contextlib.suppress(KrexError):
-                self.connection = Connection.open(self.hello)
+            lost.close()
+            if self.connection is lost:
+                self.connection = None
+
+    def _rejoin(self, *, start: bool) -> None:
+        """Take part again with whatever coordinator there is; where there is none, the next look may find one."""
+        with self.guard:
+            if self.connection is None and not self._leaving:
+                with contextlib.suppress(KrexError):
+                    self.connection = Connection.open(self.hello, start=start)
 
 
 _presence: _Presence | None = None
@@ -384,9 +395,12 @@ def leave() -> None:
 def presence() -> _Presence:
     """This process's presence, whether it has joined yet or not."""
     global _presence
-    if _presence is None:
-        _presence = _Presence()
-    return _presence
+    with _pool_guard:
+        # Two threads may come first at once (an extension that joins in the background, a cell that enters a
+        # region); of two presences one would be forgotten, with its connection, and never leave.
+        if _presence is None:
+            _presence = _Presence()
+        return _presence
 
 
 def take() -> Connection:

@@ -521,14 +521,15 @@ class _Held:
         self._pinning = contextlib.ExitStack()
         self._pinned: Any = None
         self._token: Token[_Inside | None] | None = None
-        self._watched = any(sibling.gate != "observe" for sibling in region.siblings)
+        self._gates = any(sibling.gate != "observe" for sibling in region.siblings)
 
     def begin(self) -> None:
         """Pin, then read evidence; nothing of ours runs after this until the body has ended."""
         self._token = _current.set(_Inside(self.region, _whoami()))
-        if self._watched:
-            presence = client.presence()
-            presence.held += 1
+        presence = client.presence()
+        presence.held += 1
+        if self._gates:
+            presence.gating += 1
             presence.wake()
         if self.region.cores:
             from krex_jupyter.enforcement.cpus import pinned
@@ -568,9 +569,9 @@ class _Held:
     def finish(self, report: RegionReport) -> None:
         """The report is there."""
         self.region.report = report
-        if self._watched:
-            client.presence().held -= 1
-            self._watched = False
+        client.presence().held -= 1
+        if self._gates:
+            client.presence().gating -= 1
 
     def lost(self, owner: OwnerEvidence, error: KrexError) -> RegionReport:
         """The report of a region whose coordinator died: exclusivity ended with it."""
