@@ -156,10 +156,7 @@ def simulate(process: Process, *, seeds: int, precision: float = 0.005) -> dict[
             held += _holds(seen.summary.ci95_s, process.truth)
             held99 += _holds(seen.summary.ci99_s, process.truth)
     coverage = held / settled if settled and process.truth is not None else None
-    if process.truth is None:
-        passed = settled == 0
-    else:
-        passed = coverage is None or coverage >= COVERAGE
+    passed = settled == 0 if process.truth is None else coverage is None or coverage >= COVERAGE
     counts.sort()
     return {
         "process": process.name,
