@@ -1,4 +1,4 @@
-"""`krex bench`: what regions cost, and whether the statistics hold. This is the command line; each benchmark has its file."""
+"""`krex bench`: what regions cost, and whether the statistics hold: the command line; each benchmark has its file."""
 
 from __future__ import annotations
 

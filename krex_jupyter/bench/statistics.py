@@ -113,7 +113,7 @@ def processes() -> tuple[Process, ...]:
         Process("independent noise of 1%", independent(0.01), 1.0),
         Process("AR(1), rho 0.8, 1%", autoregressive(0.8, 0.01), 1.0),
         Process("two states 3% apart, 0.5% noise", alternating(0.03, 2, 0.005), None),
-        Process("ramp of 5% over 100 samples, 1% noise", ramp(0.05, 100, 0.01), 1.0),
+        Process("ramp of 5% over 60 samples, 1% noise", ramp(0.05, 60, 0.01), 1.0),
         Process("ticks of 0.5 us at 5.2 us", ticking(0.5e-6, 5.2e-6, 0.01), None),
         Process("1% noise, 10% late (Pareto 1.5)", late, _median_of(late)),
         Process("independent noise of 0.2%", independent(0.002), 1.0, judged=False),
@@ -121,6 +121,7 @@ def processes() -> tuple[Process, ...]:
         Process("two states, 5 samples each, 0.5%", alternating(0.03, 5, 0.005), None, judged=False),
         Process("two states, 50 samples each, 0.5%", alternating(0.03, 50, 0.005), None, judged=False),
         Process("two states 3% apart, 1% noise", alternating(0.03, 2, 0.01), None, judged=False),
+        Process("ramp of 5% over 100 samples, 1% noise", ramp(0.05, 100, 0.01), 1.0, judged=False),
         Process("ramp of 5% over 100 samples, 0.5% noise", ramp(0.05, 100, 0.005), 1.0, judged=False),
         Process("ramp of 5% over 1,000 samples, 1% noise", ramp(0.05, 1000, 0.01), 1.0, judged=False),
     )

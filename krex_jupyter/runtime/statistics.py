@@ -603,8 +603,8 @@ def binomial_cdf(successes: int, trials: int) -> float:
         return 1.0
     if trials > _EXACT_BINOMIAL:
         return math.erfc(-(2.0 * successes + 1.0 - trials) / math.sqrt(2.0 * trials)) / 2.0
-    ways: int = sum(math.comb(trials, k) for k in range(successes + 1))
-    return ways / 2**trials
+    ways = sum(math.comb(trials, k) for k in range(successes + 1))
+    return float(ways / (1 << trials))
 
 
 def proportion_interval(successes: int, trials: int, confidence: float = 0.95) -> Interval:
