@@ -136,6 +136,16 @@ class ReportDevice(Part, frozen=True, kw_only=True):
     vendor: Vendor
 
 
+class EntryCosts(Part, frozen=True, kw_only=True):
+    """Where the time of an entry went, as far as the guardian spent it."""
+
+    lock_s: float = 0.0
+    """Until the last lock call returned, the siblings' own queued work included."""
+    freeze_s: float = 0.0
+    verify_s: float = 0.0
+    """Seeing every thread stand still."""
+
+
 class RegionReport(Part, frozen=True, kw_only=True):
     """One region: what was done, what was seen, and what that makes of its numbers."""
 
@@ -158,6 +168,7 @@ class RegionReport(Part, frozen=True, kw_only=True):
     held_s: float
     exit_s: float
     """From the release request to the answer."""
+    enter_costs: EntryCosts = msgspec.field(default_factory=EntryCosts)
     cpu_policy: EffectiveCpuPolicy
     siblings: tuple[SiblingReport, ...] = ()
     verdict: Verdict
@@ -581,9 +592,7 @@ class Entered(Message, frozen=True, kw_only=True, tag="entered"):
 
     region_id: str
     siblings: tuple[SiblingReport, ...]
-    lock_s: float
-    freeze_s: float
-    verify_s: float
+    costs: EntryCosts
     error: str = ""
 
 

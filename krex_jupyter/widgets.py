@@ -91,28 +91,30 @@ class _Follower:
         self._thread.start()
 
     def stop(self) -> None:
-        """End the thread, from any thread, any number of times."""
-        if not self._stopping.is_set():
-            self._stopping.set()
-            self._waking.send(b"x")
-        if threading.current_thread() is not self._thread:
-            self._thread.join()
+        """End the thread; any number of times, from any other thread."""
+        if self._waking.fileno() < 0:
+            return
+        self._stopping.set()
+        self._waking.send(b"x")
+        self._thread.join()
+        # Not closed by the thread: it may end between the two lines that wake it.
+        self._woken.close()
+        self._waking.close()
 
     def _run(self) -> None:
-        with self._woken, self._waking:
-            while not self._stopping.is_set():
+        while not self._stopping.is_set():
+            try:
+                connection = Connection.open(Hello(role="viewer"), start=False, timeout_s=_OPEN_TIMEOUT_S)
+            except (KrexError, OSError) as error:
+                self._draw(_absent_html(error))
+                self._stopping.wait(RETRY_INTERVAL_S)
+                continue
+            with contextlib.closing(connection):
                 try:
-                    connection = Connection.open(Hello(role="viewer"), start=False, timeout_s=_OPEN_TIMEOUT_S)
-                except (KrexError, OSError) as error:
-                    self._draw(_absent_html(error))
-                    self._stopping.wait(RETRY_INTERVAL_S)
+                    self._follow(connection)
+                except (KrexError, OSError):
+                    # It went away in mid-sentence; opening it again says why, if it stays away.
                     continue
-                with contextlib.closing(connection):
-                    try:
-                        self._follow(connection)
-                    except (KrexError, OSError):
-                        # It went away in mid-sentence; opening it again says why, if it stays away.
-                        continue
 
     def _follow(self, connection: Connection) -> None:
         """Draw what the coordinator tells until one of the two ends."""

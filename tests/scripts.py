@@ -60,6 +60,10 @@ print("left", region.report.verdict, *[reason.code for reason in region.report.r
 """Holds a region until told to leave."""
 
 
+def _search_path() -> str:
+    return os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+
+
 def wait_until(
     claim: Callable[[], bool], what: str, within_s: float = 10.0, state: Callable[[], object] = str
 ) -> None:
@@ -117,7 +121,7 @@ class Script:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
-            env={**os.environ, "PYTHONPATH": str(ROOT), **(env or {})},
+            env={**os.environ, "PYTHONPATH": _search_path(), **(env or {})},
             **popen,  # type: ignore[call-overload]
         )
         self._pending = b""

@@ -11,9 +11,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import nbformat
 import pytest
 from IPython.core.error import UsageError
 from IPython.core.interactiveshell import InteractiveShell
+from nbclient import NotebookClient
 from traitlets.config import Config
 
 from krex_jupyter import magics
@@ -218,8 +220,8 @@ def test_an_interrupt_ends_the_cell_within_200_ms(kernel: Kernel, body: str, err
         message_id = kernel.start(f"%%krex_exclusive -t 5\n{body}")
         cell = kernel.wait(message_id, until="ready", interrupt=True)
         assert cell.reply["ename"] == error
-        [ready] = [m["at_s"] for m in cell.messages if m["msg_type"] == "stream"]
-        delays_s.append(cell.ended_at_s - ready)
+        ready_s = next(m["at_s"] for m in cell.messages if m["msg_type"] == "stream")
+        delays_s.append(cell.ended_at_s - ready_s)
     assert min(delays_s) < 0.2, delays_s
 
 
@@ -256,6 +258,19 @@ def test_the_badge_replaces_the_waiting_line_in_the_same_place(kernel: Kernel, c
     assert "text/html" in updates[-1]["data"]
     assert rest.of("display_data") == []
     assert rest.text == "inside\n"
+
+
+def test_a_saved_notebook_keeps_only_the_badge(coordinator: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KREX_SOCKET", str(coordinator))
+    monkeypatch.setenv("KREX_DEVICE", "cpu")
+    sources = ["%load_ext krex_jupyter", "%%krex_exclusive -l saved\n5"]
+    cells = [nbformat.v4.new_code_cell(source) for source in sources]
+    notebook = nbformat.v4.new_notebook(cells=cells)
+    NotebookClient(notebook, timeout=30, kernel_name="python3").execute()
+    badge, result = notebook.cells[1].outputs
+    assert badge.data[REPORT_MIME]["label"] == "saved"
+    assert "<img" in badge.data["text/html"]
+    assert result.data["text/plain"] == "5"
 
 
 def test_quiet_shows_nothing(kernel: Kernel) -> None:

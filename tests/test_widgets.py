@@ -32,7 +32,8 @@ def kernel(socket: Path) -> Iterator[Kernel]:
         kernel.run("import krex_jupyter as krex\nmonitor = krex.Monitor()\nmonitor")
         kernel.wait_for_widget("free")
         yield kernel
-        assert kernel.run(CLOSED).result == "[]"
+        closed = kernel.run(CLOSED)
+        assert closed.result == "[]", closed.traceback + closed.text
 
 
 def test_it_follows_holder_and_verdicts_while_a_cell_runs(kernel: Kernel, socket: Path) -> None:
@@ -43,6 +44,13 @@ def test_it_follows_holder_and_verdicts_while_a_cell_runs(kernel: Kernel, socket
     assert "tile 32" in kernel.wait_for_widget("free")
     kernel.interrupt()
     assert kernel.wait(running).reply["ename"] == "KeyboardInterrupt"
+
+
+def test_the_line_magic_shows_one(kernel: Kernel) -> None:
+    cell = kernel.run("%krex monitor")
+    [shown] = cell.of("execute_result")
+    assert "application/vnd.jupyter.widget-view+json" in shown["data"]
+    kernel.run(f"Out[{cell.reply['execution_count']}].close()")
 
 
 def test_a_busy_queue_changes_it_at_most_four_times_a_second(kernel: Kernel, socket: Path) -> None:
@@ -89,7 +97,8 @@ def test_a_lost_coordinator_is_named_with_the_remedy_and_found_again() -> None:
             kernel.wait_for_widget("free")
         kernel.wait_for_widget("no coordinator")
         began_s = time.monotonic()
-        assert kernel.run(CLOSED).result == "[]"
+        closed = kernel.run(CLOSED)
+        assert closed.result == "[]", closed.traceback + closed.text
         assert time.monotonic() - began_s < 3
 
 

@@ -159,6 +159,10 @@ class Coordinator:
         self._regions: dict[str, Region] = {}
         self._of_connection: dict[Connection, Region] = {}
         self._device_locks: dict[str, int] = {}
+        """Open lock files, by device."""
+        self._locked_devices: set[str] = set()
+        self._named_locks: set[str] = set()
+        """Devices whose lock file says that this process was the last to take it."""
         self._spares: dict[int, list[tuple[Connection, int]]] = {}
         self._recent: deque[RegionReport] = deque(maxlen=_RECENT)
         self._notices: deque[str] = deque(maxlen=20)
@@ -192,15 +196,17 @@ class Coordinator:
             self._close(listener)
 
     def leave(self) -> None:
-        """End the loop at its next turn (a signal handler calls this)."""
+        """End the loop (a signal handler calls this)."""
         self._leaving = True
+        # Python resumes the selector's wait after a handler that raises nothing, so it has to be woken.
+        self._workers.post(lambda: None)
 
     def _wait_s(self) -> float:
         now_s = time.monotonic()
         times_s = [self._timers.next_s(), self._pump_s]
         if self._guarded():
             times_s += [self._beat_s + HEARTBEAT_S, self._guardian.heard_s + LATE_S]
-        if self._settings.idle_exit_s and not self._participants:
+        if self._settings.idle_exit_s and not self._anybody():
             times_s.append(self._empty_since_s + self._settings.idle_exit_s)
         return min(max(min(times_s) - now_s, 0.0), 3600.0)
 
@@ -221,8 +227,12 @@ class Coordinator:
         if now_s >= self._pump_s:
             self._pump()
         idle_s = now_s - self._empty_since_s
-        if self._settings.idle_exit_s and not self._participants and idle_s >= self._settings.idle_exit_s:
+        if self._settings.idle_exit_s and not self._anybody() and idle_s >= self._settings.idle_exit_s:
             self._leaving = True
+
+    def _anybody(self) -> bool:
+        """Somebody takes part of its own accord."""
+        return any(not participant.foreign for participant in self._participants.values())
 
     def _guarded(self) -> bool:
         return any(region.guarded and region.occupies for region in self._regions.values())
@@ -384,9 +394,9 @@ class Coordinator:
             participant.protected |= hello.role == "server"
             participant.joined = True
             # What its server says of a kernel is worth more than what the kernel says of itself.
-            participant.label = participant.label or hello.label
-            participant.kernel_id = participant.kernel_id or hello.kernel_id
-            participant.notebook = participant.notebook or hello.notebook
+            for name in ("label", "kernel_id", "notebook"):
+                known, said = getattr(participant, name), getattr(hello, name)
+                setattr(participant, name, (known or said) if participant.registered else (said or known))
             connection.participant = participant
             if len(participant.connections) == 1:
                 self._tell_guardian(participant)
@@ -456,11 +466,13 @@ class Coordinator:
             self._drop_connection(connection)
         os.close(participant.pidfd)
         self._event("gone", participant)
-        if not self._participants:
+        if not self._anybody():
             self._empty_since_s = time.monotonic()
 
-    def _counts(self, participant: Participant) -> bool:
-        """Whether a process is a sibling, or only observed."""
+    def _counts(self, participant: Participant, region: Region) -> bool:
+        """Whether a process is a sibling of a region, or only observed."""
+        if participant.foreign and not participant.joined:
+            return region.acquire.foreign == "gate"
         rule = self._settings.participants
         return participant.joined or rule == "all" or (rule == "gpu" and participant.gpu_library is True)
 
@@ -589,6 +601,13 @@ class Coordinator:
                     code="unsupported",
                     detail=f"cpu='isolate' needs at least {_MIN_CORES_TO_ISOLATE} usable cores. Use cpu='freeze'.",
                 )
+        allowed = self._settings.allow_foreign
+        if acquire.foreign == "gate" and not (not self._system if allowed is None else allowed):
+            return Failed(
+                request_id=acquire.request_id,
+                code="not_permitted",
+                detail="foreign='gate' is not allowed here; ask the administrator to set allow_foreign = true",
+            )
         if acquire.max_hold_s == 0 and acquire.cpu != "share":
             return _bad(acquire, "max_hold=0 (no limit) is allowed only with cpu='share', which stops nobody")
         return None
@@ -602,19 +621,27 @@ class Coordinator:
     def _pump(self) -> None:
         """Let time-outs pass and start what may start."""
         now_s = time.monotonic()
-        if self._guardian.ready:
-            gated = self._gated_participants()
-            while (ticket := self._arbiter.start_next(now_s, gated)) is not None:
-                self._start(self._regions[ticket.region_id], now_s)
-        for ticket in self._arbiter.expired(now_s):
+        gated = self._gated_participants()
+        self._start_what_may(now_s, gated)
+        # Starting comes first: a time-out of 0 means "now or not at all".
+        late = self._arbiter.expired(now_s)
+        for ticket in late:
             region = self._regions[ticket.region_id]
             waited_s = now_s - ticket.submitted_s
             self._fail(region, "wait_timeout", f"waited {waited_s:.1f} s. {self._waits_for(region)}")
-        wake_s = self._arbiter.wake_s(now_s)
+        if late:
+            # Whoever gave up may have kept others waiting, and nothing else would wake us for them.
+            self._start_what_may(now_s, gated)
+        wake_s = self._arbiter.wake_s(now_s, gated)
         self._pump_s = float("inf") if wake_s is None else wake_s
         self._announce()
         self._release_device_locks()
         self._status_changed()
+
+    def _start_what_may(self, now_s: float, gated: set[str]) -> None:
+        if self._guardian.ready:
+            while (ticket := self._arbiter.start_next(now_s, gated)) is not None:
+                self._start(self._regions[ticket.region_id], now_s)
 
     def _gated_participants(self) -> set[str]:
         """Participants that a held region locks or freezes, unless that region is about to hand over."""
@@ -762,6 +789,8 @@ class Coordinator:
             if info.vendor != "cpu":
                 look = self._watch.last.get(info.uuid)
                 region.processes_before[info.uuid] = None if look is None else look.pids
+        if region.acquire.foreign == "gate":
+            self._adopt_foreign(region)
         siblings = self._siblings_of(region)
         nothing_to_gate = region.vendor == "cpu" and region.cpu_policy == "share"
         if not siblings or nothing_to_gate:
@@ -793,6 +822,24 @@ class Coordinator:
             )
         )
 
+    def _adopt_foreign(self, region: Region) -> None:
+        """Have processes that never took part, but use a device of the region, gated for it like the others."""
+        known = {participant.process.pid for participant in self._participants.values()}
+        for pid in sorted({pid for pids in region.processes_before.values() for pid in pids or ()} - known):
+            try:
+                pidfd = os.pidfd_open(pid)
+            except OSError:
+                continue
+            process = reference(pid, pidfd)
+            if process is not None and not _descends_from(pid, region.participant.process.pid):
+                participant = self._participant(process, _uid_of(pid), pidfd)
+                participant.foreign = True
+                participant.label = participant.label or f"pid {pid}, not in KREX"
+                self._tell_guardian(participant)
+                who = region.participant.label or f"pid {region.participant.process.pid}"
+                self._notice(f"process {pid}, which never took part in KREX, is gated for regions of {who}")
+            os.close(pidfd)
+
     def _siblings_of(self, region: Region) -> tuple[SiblingRequest, ...]:
         holding = {r.participant.key for r in self._regions.values() if r.occupies}
         waiting = {r.participant.key for r in self._regions.values() if r.phase == "queued"}
@@ -801,7 +848,7 @@ class Coordinator:
                 process=participant.process,
                 holds_region=key in holding and not self._is_handing_over(participant),
                 waiting=key in waiting,
-                counts=self._counts(participant),
+                counts=self._counts(participant, region),
                 contexts=participant.contexts,
             )
             for key, participant in self._participants.items()
@@ -818,31 +865,38 @@ class Coordinator:
     def _lock_devices(self, region: Region) -> str:
         """Take the lock file of each device; returns who has it otherwise."""
         for info in region.devices:
-            if info.uuid in self._device_locks:
+            if info.uuid in self._locked_devices:
                 continue
-            path = self._lock_directory / f"{info.uuid}.lock"
-            fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+            fd = self._device_locks.get(info.uuid)
+            if fd is None:
+                fd = self._device_locks[info.uuid] = _open_device_lock(
+                    self._lock_directory / f"{info.uuid}.lock"
+                )
             try:
                 fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
-                other = os.read(fd, 4096).decode(errors="replace").strip()
-                os.close(fd)
+                other = os.pread(fd, 4096, 0).decode(errors="replace").strip()
+                self._named_locks.discard(info.uuid)
                 return (
                     f"{info.uuid} is held through another coordinator ({other or 'it left no name'}). "
                     f"Use that one: unset KREX_SOCKET, or set it to the same path everywhere."
                 )
-            os.ftruncate(fd, 0)
-            os.write(fd, f"pid {os.getpid()} at {self._socket_path}\n".encode())
-            self._device_locks[info.uuid] = fd
+            self._locked_devices.add(info.uuid)
+            if info.uuid not in self._named_locks:
+                # Once, not per region: whoever finds the file locked reads there by whom.
+                os.ftruncate(fd, 0)
+                os.pwrite(fd, f"pid {os.getpid()} at {self._socket_path}\n".encode(), 0)
+                self._named_locks.add(info.uuid)
         return ""
 
     def _release_device_locks(self) -> None:
-        for name in [name for name in self._device_locks if self._arbiter.holder(name) is None]:
-            os.close(self._device_locks.pop(name))
+        for name in [name for name in self._locked_devices if self._arbiter.holder(name) is None]:
+            fcntl.flock(self._device_locks[name], fcntl.LOCK_UN)
+            self._locked_devices.discard(name)
 
     def _on_entered(self, message: Entered) -> None:
         region = self._regions.get(message.region_id)
-        if region is not None and region.phase in ("granted", "held") and not message.error:
+        if region is not None and region.phase in ("granted", "held", "leaving") and not message.error:
             # Somebody appeared during a region that had nobody to gate until then.
             region.late += message.siblings
             frozen = any(sibling.frozen for sibling in message.siblings)
@@ -856,6 +910,7 @@ class Coordinator:
             self._pump()
             return
         region.siblings = message.siblings
+        region.enter_costs = message.costs
         now_s = time.monotonic()
         if any(sibling.gate != "observe" for sibling in message.siblings):
             self._arbiter.note_gated(region.region_id, now_s, frozen=region.frozen)
@@ -1385,6 +1440,10 @@ def _driver_lock_works(devices: Devices, state_directory: Path, *, simulated: bo
     if reason:
         devices.withdraw_gate("nvidia", "driver-lock", reason)
     return not reason
+
+
+def _open_device_lock(path: Path) -> int:
+    return os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
 
 
 def _bad(acquire: Acquire, detail: str) -> Failed:

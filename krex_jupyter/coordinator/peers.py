@@ -52,6 +52,8 @@ class Participant:
     joined: bool = False
     registered: bool = False
     protected: bool = False
+    foreign: bool = False
+    """It never took part; a region with ``foreign="gate"`` had it gated."""
     gpu_library: bool | None = None
     contexts: tuple[str, ...] | None = None
     """Devices that it has GPU contexts on, as of the last look; None: not known."""

@@ -4,8 +4,9 @@ Every region needs *resources*: each of its devices, and `FREEZE` where it freez
 regions run one at a time per host. A waiting ticket starts when all its resources are free and no ticket ahead
 of it wants any of them, so a region on several devices gets all or none and cannot be starved by small ones.
 
-Two bounds keep work outside regions going. After a *burst* of regions that gate somebody (`handoff_regions` of
-them, or `handoff_s` seconds, on one resource) the resource rests for `gap_s`. And while processes are frozen, a
+Two bounds keep work outside regions going. In every *burst* of regions that gate somebody (`handoff_regions` of
+them, or `handoff_s` seconds, on one resource) there is rest of `gap_s` together; regions that leave that much
+between them anyway never wait for it. And while processes are frozen, a
 bucket drains: over time at most `duty_cap` of it may be frozen time.
 """
 
@@ -30,6 +31,15 @@ class Limits:
     gap_s: float = 0.05
     duty_cap: float = 0.9
     """Largest share of time that siblings may stand frozen; 1 switches the cap off."""
+
+    def __post_init__(self) -> None:
+        if self.handoff_regions < 1:
+            raise ValueError(f"handoff_regions must be 1 or more, not {self.handoff_regions}")
+        for name, bound_s in (("handoff_s", self.handoff_s), ("gap_s", self.gap_s)):
+            if not 0 <= bound_s < float("inf"):
+                raise ValueError(f"{name} must be a number of seconds, 0 or more, not {bound_s}")
+        if not 0 < self.duty_cap <= 1:
+            raise ValueError(f"duty_cap must be above 0 and at most 1 (no cap), not {self.duty_cap}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +69,8 @@ class _Resource:
     """The present holder gates somebody."""
     burst_started_s: float = float("-inf")
     burst_regions: int = 0
+    rested_s: float = 0.0
+    """Time in this burst in which nobody was gated."""
     gated_until_s: float = float("-inf")
     """When the last region that gated somebody ended."""
 
@@ -68,7 +80,9 @@ class _Resource:
             self.burst_regions >= limits.handoff_regions
             or self.gated_until_s - self.burst_started_s >= limits.handoff_s
         )
-        return self.gated_until_s + limits.gap_s if self.burst_regions and exhausted else float("-inf")
+        if not self.burst_regions or not exhausted:
+            return float("-inf")
+        return self.gated_until_s + limits.gap_s - self.rested_s
 
 
 @dataclass(slots=True)
@@ -110,6 +124,8 @@ class Arbiter:
         self.epoch = 0
         self.waiting: dict[str, Ticket] = {}
         self.held: dict[str, Ticket] = {}
+        self._overtaken: set[str] = set()
+        """Waiting tickets that have let a later one go first: once is enough."""
         self._resources: dict[str, _Resource] = {}
         self._duty = _Duty(cap=self.limits.duty_cap, level=0.0)
         self._duty.level = self._duty.full
@@ -124,6 +140,7 @@ class Arbiter:
 
     def withdraw(self, region_id: str) -> Ticket | None:
         """Take a waiting ticket out of the queue; None where it is not waiting."""
+        self._overtaken.discard(region_id)
         return self.waiting.pop(region_id, None)
 
     def start_next(self, now_s: float, not_now: Collection[str] = ()) -> Ticket | None:
@@ -133,7 +150,8 @@ class Arbiter:
         """
         for ticket, startable_s in self._startable(now_s, not_now):
             if startable_s <= now_s:
-                del self.waiting[ticket.region_id]
+                self._note_overtaken(ticket, not_now)
+                self.withdraw(ticket.region_id)
                 self.held[ticket.region_id] = ticket
                 self.epoch += 1
                 for name in ticket.resources:
@@ -151,9 +169,13 @@ class Arbiter:
             resource = self._resource(name)
             if resource.gated:
                 continue
-            if now_s - resource.gated_until_s >= self.limits.gap_s:
+            rested_s = resource.rested_s + (now_s - resource.gated_until_s)
+            # The second is the same sum as in `rest_until_s`: a difference may round to less than the gap kept.
+            if rested_s >= self.limits.gap_s or now_s >= resource.rest_until_s(self.limits) > float("-inf"):
                 resource.burst_started_s = now_s
                 resource.burst_regions = 0
+                rested_s = 0.0
+            resource.rested_s = rested_s
             resource.gated = True
             resource.burst_regions += 1
         if frozen and ticket.freezes:
@@ -180,13 +202,16 @@ class Arbiter:
         """Waiting tickets whose time-out has passed, taken out of the queue."""
         late = [ticket for ticket in self.waiting.values() if ticket.deadline_s <= now_s]
         for ticket in late:
-            del self.waiting[ticket.region_id]
+            self.withdraw(ticket.region_id)
         return late
 
-    def wake_s(self, now_s: float) -> float | None:
-        """When to ask again though nothing else happened: a time-out passes or a rest ends. None: never."""
+    def wake_s(self, now_s: float, not_now: Collection[str] = ()) -> float | None:
+        """When to ask again though nothing else happened: a time-out passes or a rest ends. None: never.
+
+        ``not_now`` as for `start_next`: who is passed over there keeps nobody waiting here either.
+        """
         times = [ticket.deadline_s for ticket in self.waiting.values()]
-        times += [startable_s for _, startable_s in self._startable(now_s) if startable_s > now_s]
+        times += [startable_s for _, startable_s in self._startable(now_s, not_now) if startable_s > now_s]
         return min(times, default=None)
 
     def holder(self, resource: str) -> Ticket | None:
@@ -197,23 +222,37 @@ class Arbiter:
         """Waiting tickets in the order in which they will be considered.
 
         First come, first served; but a participant that was the last to hold one of the devices goes behind
-        the others, so that a tight loop of regions cannot crowd out everybody else.
+        the others, so that a tight loop of regions cannot crowd out everybody else. It does so once per ticket:
+        whoever is the only one to use a device stays its last participant for good, and would otherwise never
+        get it together with something that others keep asking for (another device, the freeze lease).
         """
-        return sorted(
-            self.waiting.values(),
-            key=lambda ticket: any(
-                self._resource(name).last_participant == ticket.participant for name in ticket.devices
-            ),
+        return sorted(self.waiting.values(), key=self._goes_behind)
+
+    def _goes_behind(self, ticket: Ticket) -> bool:
+        return ticket.region_id not in self._overtaken and any(
+            self._resource(name).last_participant == ticket.participant for name in ticket.devices
         )
+
+    def _note_overtaken(self, starting: Ticket, not_now: Collection[str]) -> None:
+        """Remember which earlier tickets let ``starting``, which wants something of theirs, go first."""
+        wanted = set(starting.resources)
+        for ticket in self.waiting.values():
+            if ticket is starting:
+                return
+            if ticket.participant not in not_now and not wanted.isdisjoint(ticket.resources):
+                self._overtaken.add(ticket.region_id)
 
     def positions(self) -> dict[str, int]:
         """How many tickets must start before each one, itself counted: 1 is next for all it needs."""
+        # As bits, one per ticket: those ahead of the next one on a resource, and those ahead of them elsewhere.
         ahead: dict[str, int] = {}
         found: dict[str, int] = {}
-        for ticket in self.order():
-            found[ticket.region_id] = 1 + max(ahead.get(name, 0) for name in ticket.resources)
+        for number, ticket in enumerate(self.order()):
+            before = 0
             for name in ticket.resources:
-                ahead[name] = ahead.get(name, 0) + 1
+                before |= ahead.get(name, 0)
+            found[ticket.region_id] = 1 + before.bit_count()
+            ahead.update(dict.fromkeys(ticket.resources, before | 1 << number))
         return found
 
     def _startable(self, now_s: float, not_now: Collection[str] = ()) -> Iterator[tuple[Ticket, float]]:

@@ -31,11 +31,18 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     participants: Participants = "gpu"
     """Which registered kernels count as participants before they join: those with a GPU library mapped, all, or
     none."""
+    allow_foreign: bool | None = None
+    """Whether a region may gate processes that never took part (``foreign="gate"``); None: where the coordinator
+    is one user's own, and not where it serves a whole host."""
     handoff_regions: int = 8
     handoff_s: float = 2.0
     gap_s: float = 0.05
     duty_cap: float = 0.9
     run_queue_share: float = 0.005
+
+    def __post_init__(self) -> None:
+        # Whoever reads the file learns of a bound that makes no sense at once, not from the first region.
+        self.limits()
 
     def limits(self) -> Limits:
         """For the queue."""

@@ -45,6 +45,8 @@ class Facts:
     revoked: tuple[str, str] | None = None
     """(code, detail) where exclusivity ended early."""
     pinned: bool = False
+    devices: tuple[str, ...] = ()
+    """UUIDs of its GPUs, whose process lists are due."""
 
 
 Say: TypeAlias = Callable[[Verdict, str, str], None]
@@ -73,22 +75,27 @@ def judge(facts: Facts, thresholds: Thresholds | None = None) -> tuple[Verdict, 
 
 def _judge_owner(facts: Facts, bounds: Thresholds, say: Say) -> None:
     owner = facts.evidence.owner
-    if owner is None or owner.run_queue_delay_s is None or not owner.wall_s:
+    wall_s = 0.0 if owner is None or owner.wall_s is None else owner.wall_s
+    if owner is None or owner.run_queue_delay_s is None or wall_s <= 0:
         if facts.revoked is None:
             say("unknown", "evidence_missing", "The owner's run-queue delay could not be read. Run it again.")
+    else:
+        share = owner.run_queue_delay_s / wall_s
+        if share > bounds.run_queue_share and owner.run_queue_delay_s > bounds.run_queue_floor_s:
+            say(
+                "suspect",
+                "cpu_delayed",
+                f"The measuring thread waited for a CPU for {share:.1%} of the region "
+                f"(allowed: {bounds.run_queue_share:.1%}). Run it again; if it stays, something that KREX does not "
+                f"gate uses the CPUs.",
+            )
+    if owner is None:
         return
-    share = owner.run_queue_delay_s / owner.wall_s
-    if share > bounds.run_queue_share and owner.run_queue_delay_s > bounds.run_queue_floor_s:
-        say(
-            "suspect",
-            "cpu_delayed",
-            f"The measuring thread waited for a CPU for {share:.1%} of the region "
-            f"(allowed: {bounds.run_queue_share:.1%}). Run it again; if it stays, something that KREX does not "
-            f"gate uses the CPUs.",
-        )
-    if owner.other_cpu_s is not None and facts.vendor == "cpu" and owner.wall_s >= bounds.elsewhere_from_s:
-        cores = owner.other_cpu_s / owner.wall_s
-        if cores > bounds.elsewhere_share:
+    if facts.vendor == "cpu" and wall_s >= bounds.elsewhere_from_s:
+        if owner.other_cpu_s is None:
+            if facts.revoked is None:
+                say("unknown", "evidence_missing", "The host's CPU use could not be read. Run it again.")
+        elif (cores := owner.other_cpu_s / wall_s) > bounds.elsewhere_share:
             say(
                 "suspect",
                 "cpu_load_elsewhere",
@@ -170,6 +177,20 @@ def _judge_siblings(facts: Facts, bounds: Thresholds, say: Say) -> None:
 
 
 def _judge_device(facts: Facts, say: Say) -> None:
+    if facts.revoked is None:
+        for uuid in facts.devices:
+            if uuid not in facts.evidence.device:
+                say(
+                    "unknown",
+                    "evidence_missing",
+                    f"The process list of {uuid} was not read in time. Run it again.",
+                )
+    # Frozen without a lock: nothing new is submitted, but nobody saw the end of what was.
+    undrained = {
+        sibling.pid: sibling.label or f"pid {sibling.pid}"
+        for sibling in facts.siblings
+        if sibling.gate == "freeze"
+    }
     for device in facts.evidence.device.values():
         if device.processes_after is None or device.processes_before is None:
             say(
@@ -179,6 +200,13 @@ def _judge_device(facts: Facts, say: Say) -> None:
                 f"See: krex devices",
             )
             continue
+        for pid in sorted(undrained.keys() & {*device.processes_before, *device.processes_after}):
+            say(
+                "suspect",
+                "not_drained",
+                f"{undrained[pid]} has a context on the device and was frozen without being drained; GPU work that "
+                f"it had submitted before may have overlapped. Run it again.",
+            )
         new = sorted(set(device.ungated) - set(device.processes_before))
         old = sorted(set(device.ungated) & set(device.processes_before))
         if new:

@@ -30,7 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="candidates per policy and repetition (default: what fits into the time)",
     )
     parser.add_argument(
-        "-d", "--device", help="cpu or cuda:N (default: KREX_DEVICE, else the first GPU, else cpu)"
+        "-d", "--device", help="cpu or cuda:0 (default: KREX_DEVICE, else the first GPU, else cpu)"
     )
     parser.add_argument(
         "--max-time", type=float, default=170.0, metavar="S", help="seconds to plan for (default: 170)"

@@ -1,10 +1,11 @@
 """What the demo's numbers say: inflation, flips, throughput, and whether the run shows anything at all. Pure.
 
 Definitions are those of `MEASUREMENT.md`. Inflation is paired: a kernel's median under load over the median
-of the same compiled kernel in the same process a moment later, while all others did nothing. Intervals are
-bootstrapped over candidates (all repetitions of a candidate stay together), because repetitions of one
-candidate are not independent. A run that cannot show harm without coordination, or whose machine does not
-agree with itself, says so instead of claiming anything.
+of the same compiled kernel in the same process a moment later, while all others did nothing; alone against
+alone puts one more uncontended pass in the place of the first. Intervals are bootstrapped over candidates
+(all repetitions of a candidate stay together), because repetitions of one candidate are not independent. A
+run that cannot show harm without coordination, or whose machine does not agree with itself, says so instead
+of claiming anything.
 """
 
 from __future__ import annotations

@@ -106,7 +106,8 @@ def chosen(language: Language, count: int | None) -> tuple[Variant, ...]:
     by_task: dict[str, list[Variant]] = {}
     for variant in whole:
         by_task.setdefault(variant.task, []).append(variant)
-    taken: list[Variant] = [next(variant for variant in whole if variant.wrong)]
+    wrong = [variant for variant in whole if variant.wrong]
+    taken = wrong[: max(1, round(count * len(wrong) / len(whole)))]
     while len(taken) < count:
         for members in by_task.values():
             rest = [variant for variant in members if not variant.wrong and variant not in taken]

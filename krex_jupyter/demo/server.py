@@ -277,9 +277,10 @@ class JupyterServer:
         for name in ("CONFIG", "DATA", "RUNTIME"):
             environment[f"JUPYTER_{name}_DIR"] = str(self.directory / name.lower())
         environment["IPYTHONDIR"] = str(self.directory / "ipython")
-        # The server's token and address are given below; these would override them.
-        for name in ("JUPYTER_TOKEN", "JUPYTER_PORT", "JPY_PARENT_PID", "JPY_SESSION_NAME"):
+        for name in ("JUPYTER_TOKEN_FILE", "JUPYTER_PORT", "JPY_PARENT_PID", "JPY_SESSION_NAME"):
             environment.pop(name, None)
+        # Not on the command line, which every user of the machine can read.
+        environment["JUPYTER_TOKEN"] = self.token
         command = [
             sys.executable,
             "-m",
@@ -289,7 +290,6 @@ class JupyterServer:
             "--ServerApp.port=0",
             "--ServerApp.open_browser=False",
             f"--ServerApp.root_dir={self._root}",
-            f"--IdentityProvider.token={self.token}",
             "--ServerApp.jpserver_extensions={'krex_jupyter': True}",
             # Should this process be killed, the server ends by itself.
             "--ServerApp.shutdown_no_activity_timeout=120",

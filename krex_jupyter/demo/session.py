@@ -91,6 +91,7 @@ def run_demo(settings: Settings, say: Say) -> Outcome:
         )
         runs, blocks = _repeat(agents, selection, settings, say)
         panels = _panels(blocks, kernels)
+        device = _reported(blocks, server.devices) or device
     parallel = min(settings.agents, len(os.sched_getaffinity(0)))
     analysis = analyse(runs, agents=settings.agents, parallel=parallel, seed=settings.seed)
     document = {
@@ -148,11 +149,14 @@ def choose_device(devices: Sequence[DeviceInfo], wanted: str | None) -> tuple[De
             )
         _need("numba", "pip install 'krex-jupyter[numba]'")
         return cpu, "numba", "cpu", note
-    if wanted.startswith("cuda:") and gpu is not None:
+    if wanted == "cuda:0" and gpu is not None:
         _need("cupy", "pip install 'krex-jupyter[cuda13]' (or [cuda12])")
         return gpu, "cuda", wanted, note
     known = ", ".join(device.name for device in devices) or "none"
-    raise DemoError(f"the demo runs on 'cpu' or 'cuda:N', not on {wanted!r}; devices here: {known}")
+    raise DemoError(
+        f"there is no {wanted!r} for the demo: it runs on 'cpu', or on 'cuda:0' where the coordinator finds an "
+        f"NVIDIA GPU (CUDA_VISIBLE_DEVICES chooses which). Devices here: {known}"
+    )
 
 
 def write_files(outcome: Outcome, directory: Path) -> tuple[Path, Path]:
@@ -245,6 +249,13 @@ def _run(block: Block, repetition: int, alone: Mapping[str, float], again: Mappi
         held_s=tuple(report["held_s"] for report in reports),
         gaps_s=max(0.0, block.elapsed_s - covered_s) if reports else 0.0,
     )
+
+
+def _reported(blocks: Mapping[Policy, Block], devices: Sequence[DeviceInfo]) -> DeviceInfo | None:
+    """The device that the regions were on: what a process calls cuda:0 need not be the driver's first."""
+    reports = (trial.result["report"] for block in blocks.values() for trial in block.trials)
+    uuids = {report["device"]["uuid"] for report in reports if report is not None}
+    return next((device for device in devices if device.uuid in uuids), None)
 
 
 # --- Picture ------------------------------------------------------------------------------------------------

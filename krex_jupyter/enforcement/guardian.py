@@ -29,6 +29,7 @@ from krex_jupyter.protocol import (
     Audited,
     Enter,
     Entered,
+    EntryCosts,
     Forget,
     Gate,
     GuardianAudit,
@@ -50,6 +51,7 @@ from krex_jupyter.protocol import (
 from krex_jupyter.wire import Assembler, WireError, close_all, guardian_side, receive_packet
 from krex_jupyter.workers import Workers
 
+from .cpus import keep_off, restore
 from .driver_lock import DriverLock, load, meaning
 from .freezer import resume, wait_running
 from .gates import LOCK_S, RC_GONE, RC_NO_CONTEXT, RC_NOT_READY, RC_OK, RC_STOPPED, Gated, Gates
@@ -152,6 +154,8 @@ class Guardian:
 
     def _on_signal(self, _number: int, _frame: object) -> None:
         self._leaving = True
+        # Python resumes the selector's wait after a handler that raises nothing, so it has to be woken.
+        self._workers.post(lambda: None)
 
     def _wait_s(self) -> float:
         if self._scanner.scanning:
@@ -248,7 +252,7 @@ class Guardian:
                 if region is not None and region.enter.max_hold_s > 0:
                     region.lease_ends_s = time.monotonic() + region.enter.max_hold_s
             case Audit():
-                self._send(Audited(region_id=message.region_id, audit=self._audit(message.region_id)))
+                self._audit(message.region_id)
             case Leave():
                 region = self._regions.get(message.region_id)
                 if region is not None:
@@ -275,6 +279,10 @@ class Guardian:
             return
         self._participants[pid] = _Participant(watch, handle)
         self._scanner.add_root(handle)
+        if watch.cores:
+            # Once, and never per region: `cpus.py` says why.
+            keep_off(pid, watch.cores)
+            keep_off(os.getpid(), watch.cores)
         self._next_scan_s = min(self._next_scan_s, time.monotonic() + 2 * HEARTBEAT_S)
         for region in self._regions.values():
             if region.entered and region.freezes:
@@ -313,8 +321,13 @@ class Guardian:
         if participant is None or participant.watch.process != message.process:
             return
         self._gates.free(self._gates.of_root(message.process.pid))
+        self._give_back_cores(participant)
         del self._participants[message.process.pid]
         self._scanner.remove_root(message.process.pid)
+
+    def _give_back_cores(self, participant: _Participant) -> None:
+        if participant.watch.cores and participant.handle.stat() is not None:
+            restore(participant.watch.process.pid, participant.watch.cores)
 
     # --- Entering ------------------------------------------------------------------------------------------------
 
@@ -332,10 +345,12 @@ class Guardian:
         # One pending for that, and one for this method itself, so that nothing goes on before the plan is made.
         region.pending = 2
         self._gates.free(self._gates.of_root(enter.owner.pid), then=lambda: self._one_less(region))
-        self._scanner.discover_all()
-        region.steps = {step.pid: step for step in self._plan(enter)}
         try:
-            self._lock(region)
+            self._lock(region, self._plan(enter))
+            if enter.vendor != "cpu" and self._scanner.discover_all():
+                # Born since the last scan, and looked for while the others' locks are under way. Where nothing is
+                # locked, freezing finds the newborn.
+                self._lock(region, self._plan(enter))
         except OSError as error:
             self._fail_entry(region, error)
             return
@@ -409,9 +424,13 @@ class Guardian:
             shell = shell.running()
         return {} if shell is None else {shell.pid: shell}
 
-    def _lock(self, region: _Region) -> None:
+    def _lock(self, region: _Region, steps: tuple[Step, ...]) -> None:
+        """Take up the steps that are new to the region, and begin to lock those that are to be locked."""
         wanted: list[Gated] = []
-        for step in region.steps.values():
+        for step in steps:
+            if step.pid in region.steps:
+                continue
+            region.steps[step.pid] = step
             gated = self._gates.hold(step.pid, region.enter.region_id) if step.lock else None
             if gated is None:
                 continue
@@ -485,9 +504,11 @@ class Guardian:
             Entered(
                 region_id=region.enter.region_id,
                 siblings=tuple(region.reports.values()),
-                lock_s=region.lock_s,
-                freeze_s=time.monotonic() - started_s - verify_s,
-                verify_s=verify_s,
+                costs=EntryCosts(
+                    lock_s=region.lock_s,
+                    freeze_s=time.monotonic() - started_s - verify_s,
+                    verify_s=verify_s,
+                ),
             )
         )
 
@@ -561,9 +582,7 @@ class Guardian:
         )
 
     def _refuse(self, region_id: str, why: str) -> None:
-        self._send(
-            Entered(region_id=region_id, siblings=(), lock_s=0.0, freeze_s=0.0, verify_s=0.0, error=why)
-        )
+        self._send(Entered(region_id=region_id, siblings=(), costs=EntryCosts(), error=why))
 
     def _report(self, step: Step, drain_s: float | None = None) -> SiblingReport:
         gated = self._gates.get(step.pid)
@@ -585,11 +604,28 @@ class Guardian:
 
     # --- Leaving and undoing ---------------------------------------------------------------------------------------
 
-    def _audit(self, region_id: str) -> GuardianAudit:
-        """What the siblings did while they should have done nothing. Only reads."""
+    def _audit(self, region_id: str) -> None:
+        """Read what the siblings did while they should have done nothing, and answer."""
         region = self._regions.get(region_id)
         if region is None:
-            return GuardianAudit()
+            self._send(Audited(region_id=region_id, audit=GuardianAudit()))
+            return
+        locked = [
+            gated
+            for pid, report in region.reports.items()
+            if report.gate == "driver-lock"
+            and not report.frozen
+            and pid not in region.spared
+            and (gated := self._gates.get(pid)) is not None
+        ]
+
+        def answer(unlocked: list[int]) -> None:
+            self._send(Audited(region_id=region_id, audit=self._seen(region, unlocked)))
+
+        self._gates.find_unlocked(locked, answer)
+
+    def _seen(self, region: _Region, unlocked: list[int]) -> GuardianAudit:
+        """The audit, given which of the locked processes are not locked any more."""
         ran: list[tuple[int, float]] = []
         unreadable: list[int] = []
         threads = 0
@@ -609,13 +645,6 @@ class Guardian:
             handle = self._scanner.handles.get(pid)
             if handle is not None:
                 observed[pid] = max(sum(handle.cpu_ns().values()) - before_ns, 0) / 1e9
-        unlocked: list[int] = []
-        for pid, report in region.reports.items():
-            gated = self._gates.get(pid)
-            if report.gate != "driver-lock" or pid in region.spared:
-                continue
-            if gated is None or not self._gates.still_locked(gated):
-                unlocked.append(pid)
         return GuardianAudit(
             frozen_threads=threads,
             ran=tuple(ran),
@@ -660,6 +689,8 @@ class Guardian:
         """Thaw at once, then wait, bounded, for the unlocks."""
         for region in list(self._regions.values()):
             self._drop(region)
+        for participant in self._participants.values():
+            self._give_back_cores(participant)
         give_up_s = time.monotonic() + _REPLAY_UNLOCK_S
         while not self._gates.empty and time.monotonic() < give_up_s:
             with selectors.DefaultSelector() as selector:

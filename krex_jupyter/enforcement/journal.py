@@ -96,7 +96,7 @@ def outstanding(path: Path) -> Outstanding:
     """What the journal at ``path`` says may still be gated; reading needs no lock.
 
     Records of another boot or pid namespace are skipped: their pids mean nothing here. So are lines cut short
-    by a death: whatever they announced had not happened yet.
+    by a death (whatever they announced had not happened yet), and what is no record of this version.
     """
     try:
         content = path.read_bytes()
@@ -109,7 +109,11 @@ def outstanding(path: Path) -> Outstanding:
         checksum, _, body = line.partition(b" ")
         if checksum != _checksum(body):
             continue
-        record = decoder.decode(body)
+        try:
+            record = decoder.decode(body)
+        except msgspec.MsgspecError:
+            # Another version's: a guardian that fails here would leave everything else frozen, too.
+            continue
         if (record.boot_id, record.pid_namespace) != here:
             continue
         acts = open_acts[record.act]
@@ -132,7 +136,8 @@ def pid_namespace() -> int:
 
 
 def _line(body: bytes) -> bytes:
-    return _checksum(body) + b" " + body + b"\n"
+    # The first newline ends whatever a writer that died, or a full file system, left unfinished.
+    return b"\n" + _checksum(body) + b" " + body + b"\n"
 
 
 def _checksum(body: bytes) -> bytes:

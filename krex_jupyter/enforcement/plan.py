@@ -130,29 +130,31 @@ def plan(request: Request, roots: Iterable[Root], processes: Mapping[int, Proces
     untouchable = request.protected | request.peers | {request.owner}
     above_owner = ancestors(processes, request.owner)
     steps: dict[int, Step] = {}
-    shells: dict[int, Step] = {}
     for pid, root_pid in belongs.items():
-        if root_pid == request.owner or pid in untouchable or root_pid in request.peers:
+        untouched = {pid, root_pid} & untouchable
+        if root_pid != request.owner and not untouched:
+            steps[pid] = _step(request, by_pid[root_pid], processes[pid], above_owner=pid in above_owner)
+    # A shell that sees its job stop takes the terminal back, so it is stopped before the job, or the job runs on.
+    shells: dict[int, Step] = {}
+    for pid, step in list(steps.items()):
+        shell = _job_control_shell(processes, processes[pid]) if step.freeze != "no" else None
+        if shell is None:
             continue
-        root, view = by_pid[root_pid], processes[pid]
-        if root_pid in request.protected:
-            continue
-        step = _step(request, root, view, above_owner=pid in above_owner)
-        if step.freeze != "no" and view.foreground:
-            shell = _job_control_shell(processes, view)
-            if shell is not None and shell not in belongs:
-                refused = _why_not_touched(processes[shell], root.uid)
-                if shell in untouchable or shell in above_owner or refused:
-                    step = Step(
-                        pid,
-                        root_pid,
-                        "observe",
-                        reason=f"it runs in the foreground of a terminal whose shell (pid {shell}) must not stop",
-                    )
-                else:
-                    shells[shell] = Step(shell, root_pid, "freeze", freeze="yes")
-        steps[pid] = step
-    return (*shells.values(), *steps.values())
+        own = steps.get(shell)
+        if own is not None:
+            may_stop = own.freeze != "no" or not own.reason
+        else:
+            never = shell in belongs or shell in untouchable or shell in above_owner
+            may_stop = not never and not _why_not_touched(processes[shell], by_pid[step.root].uid)
+        if not may_stop:
+            reason = f"it runs in the foreground of a terminal whose shell (pid {shell}) must not stop"
+            steps[pid] = Step(pid, step.root, "observe", reason=reason)
+        elif own is not None and own.lock:
+            shells[shell] = replace(own, freeze="yes")
+        else:
+            root = step.root if own is None else own.root
+            shells[shell] = Step(shell, root, "freeze", freeze="yes")
+    return (*shells.values(), *(step for pid, step in steps.items() if pid not in shells))
 
 
 def _step(request: Request, root: Root, view: ProcessView, *, above_owner: bool) -> Step:
@@ -179,12 +181,15 @@ def _step(request: Request, root: Root, view: ProcessView, *, above_owner: bool)
         and view.libcuda
         and (root.contexts is None or not root.contexts or bool(root.contexts & set(request.devices)))
     )
-    frozen = request.cpu_policy == "freeze" and not (root.waiting and view.pid == root.pid)
-    if frozen:
+    waits = root.waiting and view.pid == root.pid
+    if request.cpu_policy == "freeze" and not waits:
         return Step(view.pid, root.pid, "driver-lock" if lock else "freeze", lock=lock, freeze="yes")
     if lock:
-        # A process without a context could create one: it is frozen instead, unless nobody may be frozen.
-        without_context: FreezeWhen = "without_context" if request.cpu_policy == "isolate" else "no"
+        # A process without a context could create one: it is frozen instead, unless nobody may be frozen. One
+        # that waits creates none, and frozen it would answer to Ctrl-C only when the region is over.
+        without_context: FreezeWhen = (
+            "without_context" if request.cpu_policy == "isolate" and not waits else "no"
+        )
         return Step(view.pid, root.pid, "driver-lock", lock=True, freeze=without_context)
     if request.cpu_policy == "freeze":
         return observe("it waits for its own region and uses no CPU")
@@ -198,10 +203,14 @@ def _why_not_touched(view: ProcessView, uid: int) -> str:
     if view.stopped:
         return "it was stopped already"
     if any(found != uid for found in view.uids):
-        return f"it runs as uid {view.uids[0]}/{view.uids[1]}, its participant as uid {uid}"
+        return f"it runs as uid {'/'.join(map(str, view.uids))}, its participant as uid {uid}"
     return ""
 
 
 def _job_control_shell(processes: Mapping[int, ProcessView], view: ProcessView) -> int | None:
-    """The shell that would see this process stop and take its terminal back: the leader of its session."""
-    return view.session if view.session != view.pid and view.session in processes else None
+    """The shell that would see this process stop and take its terminal back: the leader of its session.
+
+    None for a process that is not in a terminal's foreground, or is its session's leader.
+    """
+    in_job = view.foreground and view.session != view.pid
+    return view.session if in_job and view.session in processes else None

@@ -79,6 +79,7 @@ class ProcessHandle:
         """Take over ``pidfd``. Raises `ProcessLookupError` where the process is gone."""
         self.pid = pid
         self.pidfd = pidfd
+        self._users = 1
         found = reference(pid, pidfd)
         try:
             if found is None:
@@ -105,8 +106,16 @@ class ProcessHandle:
             raise ProcessLookupError(f"process {pid} is gone") from error
         return cls(pid, pidfd)
 
+    def share(self) -> ProcessHandle:
+        """The same handle for one more user, who closes it too: opening the files is what costs."""
+        self._users += 1
+        return self
+
     def close(self) -> None:
-        """Close everything; idempotent."""
+        """Close everything, once every user has."""
+        self._users -= 1
+        if self._users:
+            return
         for thread in self._threads.values():
             thread.close()
         self._threads.clear()

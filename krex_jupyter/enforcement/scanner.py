@@ -75,11 +75,13 @@ class Scanner:
                         found.append(handle)
         return found
 
-    def discover_all(self) -> None:
-        """Follow children down from every known member until nothing new turns up."""
+    def discover_all(self) -> bool:
+        """Follow children down from every known member until nothing new turns up; whether anything did."""
         generation: list[ProcessHandle] = list(self.handles.values())
-        while generation:
-            generation = self.discover(generation)
+        found = False
+        while generation := self.discover(generation):
+            found = True
+        return found
 
     def forget_gone(self, pid: int) -> None:
         """A member turned out to be gone."""

@@ -219,7 +219,7 @@ def error_of(failed: Failed) -> KrexError:
 
 def connected_pid(connected: socket.socket, where: Location) -> int:
     """Pid of the coordinator that listens at ``where``, written down by itself; 0 where unknown."""
-    with contextlib.suppress(OSError, ValueError):
+    with contextlib.suppress(OSError, ValueError, IndexError):
         content = (where.directory / "coordinator.lock").read_text(encoding="ascii")
         return int(content.split()[1])
     return 0
@@ -268,14 +268,17 @@ class _Presence:
     def join(self, hello: Hello | None) -> Welcome:
         """Connect if need be; returns what the coordinator said. Raises `CoordinatorUnavailable`."""
         with self.guard:
-            if hello is not None:
+            if hello is not None and hello != self.hello:
                 self.hello = hello
+                if self.connection is not None:
+                    # It joined under another name, by a region before: say who it is now.
+                    self.connection.send(hello)
             if self.connection is None:
                 self.connection = Connection.open(self.hello)
+                self.wake()
             if self._thread is None or not self._thread.is_alive():
                 self._thread = threading.Thread(target=self._watch, name="krex-presence", daemon=True)
                 self._thread.start()
-            self.wake()
             return self.connection.welcome
 
     def leave(self) -> None:

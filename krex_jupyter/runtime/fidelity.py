@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import os
 import resource
+import threading
 import time
 from dataclasses import dataclass
-from pathlib import Path
 
 from krex_jupyter.protocol import OwnerEvidence
 
@@ -89,8 +89,6 @@ class OwnerWatch:
 
 
 def _native_id() -> int:
-    import threading
-
     return threading.get_native_id()
 
 
@@ -112,10 +110,16 @@ def _schedstat(fd: int) -> tuple[int, int] | None:
 
 def _host_cpu() -> tuple[float | None, float | None]:
     """(CPU seconds used on the host, seconds stolen by its hypervisor) since boot, in ticks of 10 ms."""
+    global _host_stat_fd
     try:
-        with Path("/proc/stat").open("rb") as content:
-            fields = [int(field) for field in content.readline().split()[1:9]]
+        if _host_stat_fd < 0:
+            _host_stat_fd = os.open("/proc/stat", os.O_RDONLY | os.O_CLOEXEC)
+        # The first line is the sum over all CPUs.
+        fields = [int(field) for field in os.pread(_host_stat_fd, 256, 0).split(b"\n", 1)[0].split()[1:9]]
+        user, nice, system, _idle, _iowait, irq, softirq, steal = fields
     except (OSError, ValueError):
         return None, None
-    user, nice, system, _idle, _iowait, irq, softirq, steal = fields
     return (user + nice + system + irq + softirq) / _TICKS_PER_S, steal / _TICKS_PER_S
+
+
+_host_stat_fd = -1

@@ -70,6 +70,15 @@ _SILENCE_S = 2.0
 _PONG_S = 1.0
 _CANCEL_S = 1.0
 
+_NAMING_VARIABLES = (
+    "KREX_DEVICE",
+    "CUDA_VISIBLE_DEVICES",
+    "CUDA_DEVICE_ORDER",
+    "HIP_VISIBLE_DEVICES",
+    "ROCR_VISIBLE_DEVICES",
+)
+"""What the meaning of a device's name depends on, beside the host's devices."""
+
 INSIDE = "KREX_INSIDE"
 """Environment variable by which `krex run --exclusive` tells its command of the region around it (JSON:
 ``region_id`` and ``devices``, uuids)."""
@@ -426,7 +435,8 @@ class Exclusive:
         region = inside.region
         if self._devices != (None,):
             infos = region._connection.welcome.devices  # noqa: SLF001 (the same module)
-            wanted = {resolve_here(name, infos).uuid for name in self._devices}
+            variables = tuple(map(os.environ.get, _NAMING_VARIABLES))
+            wanted = {_resolved(name, infos, variables).uuid for name in self._devices}
             held = {device.uuid for device in region.devices}
             if not wanted <= held:
                 raise KrexError(
@@ -440,7 +450,7 @@ class Exclusive:
         """(what the user calls it, device), in UUID order."""
         found: dict[str, tuple[str, DeviceInfo]] = {}
         for name in self._devices:
-            info = resolve_here(name, connection.welcome.devices)
+            info = _resolved(name, connection.welcome.devices, tuple(map(os.environ.get, _NAMING_VARIABLES)))
             found.setdefault(info.uuid, (name or os.environ.get("KREX_DEVICE") or _name_of(info), info))
         return tuple(found[uuid] for uuid in sorted(found))
 
@@ -669,6 +679,14 @@ async def _receive_within(connection: client.Connection, timeout_s: float) -> Fr
 def _settle(readable: asyncio.Future[None]) -> None:
     if not readable.done():
         readable.set_result(None)
+
+
+@functools.lru_cache(maxsize=64)
+def _resolved(
+    name: str | None, infos: tuple[DeviceInfo, ...], _variables: tuple[str | None, ...]
+) -> DeviceInfo:
+    """`resolve_here`, once for each environment that it depends on."""
+    return resolve_here(name, infos)
 
 
 def _whoami() -> tuple[int, int, int]:

@@ -1,14 +1,15 @@
 """The queue between the coordinator's changes and one browser: bounded, and never in the way.
 
 A browser that reads slowly, or sleeps, must cost the server no memory and the other browsers no time. When its
-queue is full, everything in it is dropped and replaced by the newest snapshot: a view is made from a snapshot
-and the changes after it, so nothing but the in-between is lost.
+queue is full, everything in it is dropped and replaced by a fresh snapshot: a view is made from a snapshot and the
+changes after it, so nothing but the in-between is lost.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections import deque
+from collections.abc import Callable
 
 from krex_jupyter.protocol import Status
 
@@ -16,12 +17,12 @@ from .connection import Change, Unavailable
 
 
 class ChangeQueue:
-    """Changes for one browser. ``limit`` is the most that wait; past it they become one snapshot."""
+    """Changes for one browser; begins with a snapshot. ``limit`` is the most that wait, past it they become one."""
 
-    def __init__(self, limit: int) -> None:
+    def __init__(self, limit: int, snapshot: Callable[[], Status | Unavailable]) -> None:
         self._limit = limit
-        self._changes: deque[Change] = deque()
-        self._latest: Status | Unavailable | None = None
+        self._snapshot = snapshot
+        self._changes: deque[Change] = deque([snapshot()])
         self._filled = asyncio.Event()
         self.dropped = 0
         """Changes that were replaced by a snapshot so far."""
@@ -30,14 +31,11 @@ class ChangeQueue:
         return len(self._changes)
 
     def push(self, change: Change) -> None:
-        """Add a change. Never waits."""
-        snapshot = snapshot_of(change)
-        if snapshot is not None:
-            self._latest = snapshot
-        if len(self._changes) >= self._limit and self._latest is not None:
+        """Add a change, which the snapshot shows already. Never waits."""
+        if len(self._changes) >= self._limit:
             self.dropped += len(self._changes)
             self._changes.clear()
-            self._changes.append(self._latest)
+            self._changes.append(self._snapshot())
         else:
             self._changes.append(change)
         self._filled.set()
@@ -48,10 +46,3 @@ class ChangeQueue:
             self._filled.clear()
             await self._filled.wait()
         return self._changes.popleft()
-
-
-def snapshot_of(change: Change) -> Status | Unavailable | None:
-    """The whole state that a change carries, if it carries one."""
-    if isinstance(change, Status | Unavailable):
-        return change
-    return change.status

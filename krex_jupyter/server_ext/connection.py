@@ -31,6 +31,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, TypeAlias, cast
 
+import msgspec
+
 from krex_jupyter import wire
 from krex_jupyter.errors import CoordinatorUnavailable, KrexError
 from krex_jupyter.locate import Location, location, short_address
@@ -41,6 +43,7 @@ from krex_jupyter.protocol import (
     Hello,
     Message,
     Ping,
+    RegionReport,
     Register,
     Status,
     Subscribe,
@@ -72,6 +75,9 @@ BACKOFF_FIRST_S = 0.2
 BACKOFF_MOST_S = 15.0
 AT_ONCE_EVERY_S = 2.0
 """A coordinator that is lost is replaced without delay, but not over and over where each dies at once."""
+
+RECENT_REPORTS = 50
+"""Reports kept for browsers that come later; what changes are told with carries no old ones."""
 
 _MAX_PACKETS_PER_READ = 64
 _MAX_QUEUED_PACKETS = 1024
@@ -147,6 +153,7 @@ class Link:
         )
         self.welcome: Welcome | None = None
         self.status: Status | None = None
+        self._recent: deque[RegionReport] = deque(maxlen=RECENT_REPORTS)
         self.lost_coordinator = False
         """The last coordinator that was connected ended without our doing, and no other answers yet."""
 
@@ -156,6 +163,13 @@ class Link:
     def connected(self) -> bool:
         """Whether a coordinator answers now."""
         return self._usable.is_set()
+
+    @property
+    def snapshot(self) -> Status | None:
+        """The whole state as of the last change, recent reports included; None while nobody is connected."""
+        if self.status is None or not self.connected:
+            return None
+        return msgspec.structs.replace(self.status, recent=tuple(self._recent))
 
     @property
     def kernels(self) -> dict[str, KernelRecord]:
@@ -506,6 +520,10 @@ class Link:
 
     def _take(self, change: Status | Event) -> None:
         status = change if isinstance(change, Status) else change.status
+        if isinstance(change, Event) and change.report is not None:
+            self._recent.appendleft(change.report)
+        if isinstance(change, Status):
+            self._recent = deque(change.recent, maxlen=RECENT_REPORTS)
         if status is not None:
             self.status = status
             if any(device.holder is not None or device.queue for device in status.devices):

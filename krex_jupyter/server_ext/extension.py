@@ -21,7 +21,7 @@ from krex_jupyter.protocol import Event, FromCoordinator, Status
 
 from . import announcements, provisioner, routes
 from .changes import ChangeQueue
-from .connection import Change, Link, active_link, set_active_link
+from .connection import Change, Link, Unavailable, active_link, set_active_link
 from .kernels import ACTIONS_SCHEMA, Kernels
 
 _STANDARD_PROVISIONER = "local-provisioner"
@@ -125,16 +125,16 @@ class KrexExtension(ExtensionApp):
 
     def new_queue(self) -> ChangeQueue:
         """A queue of changes for one browser; it begins with the whole state."""
-        queue = ChangeQueue(self.browser_queue_length)
-        link = self._link
-        if link is not None and link.connected and link.status is not None:
-            queue.push(self.with_notices(link.status))
-        else:
-            queue.push(
-                routes.unavailable(link.problem if link is not None else "This server is still starting.")
-            )
+        queue = ChangeQueue(self.browser_queue_length, self._snapshot)
         self._queues.add(queue)
         return queue
+
+    def _snapshot(self) -> Status | Unavailable:
+        link = self._link
+        if link is None:
+            return routes.unavailable("This server is still starting; KREX connects in a moment.")
+        status = link.snapshot
+        return routes.unavailable(link.problem) if status is None else self.with_notices(status)
 
     def drop_queue(self, queue: ChangeQueue) -> None:
         """A browser went."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 import time
@@ -10,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from jupyter_client.provisioning.factory import KernelProvisionerFactory
+from jupyter_core.utils import ensure_event_loop
 from pytest_jupyter.jupyter_server import *  # noqa: F403
 from traitlets.config import Config
 
@@ -27,6 +29,14 @@ def krex_socket(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Pat
     monkeypatch.setenv("KREX_LOCK_DIR", str(directory))
     yield socket
     end_all_that_mention(str(directory))
+
+
+@pytest.fixture(autouse=True)
+def jp_asyncio_loop(krex_socket: Path) -> Iterator[asyncio.AbstractEventLoop]:
+    """As the plugin's, but inside `krex_socket`: the server goes first, or it would replace what is ended there."""
+    loop = ensure_event_loop(prefer_selector_loop=True)
+    yield loop
+    loop.close()
 
 
 def end_all_that_mention(mark: str) -> None:

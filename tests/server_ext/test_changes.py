@@ -27,47 +27,48 @@ async def taken(queue: ChangeQueue, count: int) -> list[object]:
     return [await asyncio.wait_for(queue.pop(), 1.0) for _ in range(count)]
 
 
-def test_a_browser_that_keeps_up_gets_every_change_in_order() -> None:
+def test_a_browser_that_keeps_up_gets_a_snapshot_and_then_every_change_in_order() -> None:
     async def scenario() -> None:
-        queue = ChangeQueue(4)
-        changes = [status(1.0), event(1), event(2)]
+        queue = ChangeQueue(4, lambda: status(0.0))
+        changes = [event(1), event(2), event(3)]
         for change in changes:
             queue.push(change)
-        assert await taken(queue, 3) == changes
+        assert await taken(queue, 4) == [status(0.0), *changes]
         assert queue.dropped == 0
 
     asyncio.run(scenario())
 
 
-def test_a_slow_browser_gets_the_newest_snapshot_instead_of_what_it_missed() -> None:
+def test_a_slow_browser_gets_the_state_of_now_instead_of_what_it_missed() -> None:
     async def scenario() -> None:
-        queue = ChangeQueue(4)
-        queue.push(status(1.0))
+        now: Status | Unavailable = status(0.0)
+        queue = ChangeQueue(3, lambda: now)
         queue.push(event(1))
-        queue.push(status(2.0))
         queue.push(event(2))
-        queue.push(event(3))
+        now = Unavailable(at=1.0, detail="nobody answers")
+        queue.push(now)
         assert len(queue) == 1
-        assert await taken(queue, 1) == [status(2.0)]
-        assert queue.dropped == 4
+        queue.push(event(3))
+        assert await taken(queue, 2) == [now, event(3)]
+        assert queue.dropped == 3
 
     asyncio.run(scenario())
 
 
 def test_a_queue_never_grows_past_its_limit() -> None:
-    queue = ChangeQueue(8)
-    queue.push(status(0.0))
+    queue = ChangeQueue(8, lambda: status(0.0))
     for number in range(1000):
         queue.push(event(number))
         assert len(queue) <= 8
 
 
-def test_losing_the_coordinator_is_a_state_that_survives_coalescing() -> None:
+def test_whoever_waits_is_woken_by_the_next_change() -> None:
     async def scenario() -> None:
-        queue = ChangeQueue(2)
-        lost = Unavailable(at=1.0, detail="nobody answers")
-        for change in (status(1.0), event(1), lost, event(2), event(3)):
-            queue.push(change)
-        assert await taken(queue, 1) == [lost]
+        queue = ChangeQueue(4, lambda: status(0.0))
+        await queue.pop()
+        waiting = asyncio.create_task(queue.pop())
+        await asyncio.sleep(0)
+        queue.push(event(1))
+        assert await asyncio.wait_for(waiting, 1.0) == event(1)
 
     asyncio.run(scenario())

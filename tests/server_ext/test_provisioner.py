@@ -17,7 +17,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import pytest
 from jupyter_client import AsyncKernelManager
 from jupyter_client.provisioning.factory import KernelProvisionerFactory
 
@@ -26,6 +25,7 @@ from krex_jupyter.server_ext.extension import provisioner_is_installed
 from krex_jupyter.server_ext.kernels import local_process
 from krex_jupyter.server_ext.processes import Process
 
+from .marks import needs_entry_point
 from .waiting import eventually
 
 SHOW_PARENT_DEATH_SIGNAL = """
@@ -52,11 +52,6 @@ async def main():
     os._exit(0)
 asyncio.run(main())
 """
-
-needs_entry_point = pytest.mark.skipif(
-    not provisioner_is_installed(),
-    reason="the entry point krex-provisioner needs krex-jupyter installed with pip",
-)
 
 
 @asynccontextmanager

@@ -10,8 +10,10 @@ from jupyter_client.provisioning.factory import KernelProvisionerFactory
 from jupyter_client.provisioning.local_provisioner import LocalProvisioner
 from traitlets.config import Config
 
-from krex_jupyter.server_ext.extension import KrexExtension, provisioner_is_installed
+from krex_jupyter.server_ext.extension import KrexExtension
 from krex_jupyter.server_ext.provisioner import KrexProvisioner
+
+from .marks import needs_entry_point
 
 
 @pytest.fixture
@@ -30,7 +32,7 @@ async def started(jp_fetch: Any, jp_serverapp: Any) -> Any:
     return jp_serverapp.kernel_manager.get_kernel(json.loads(answer.body)["id"])
 
 
-@pytest.mark.skipif(not provisioner_is_installed(), reason="krex-jupyter is not installed with pip here")
+@needs_entry_point
 async def test_kernels_are_started_by_it_where_nothing_else_was_chosen(
     jp_fetch: Any, jp_serverapp: Any, extension: KrexExtension
 ) -> None:

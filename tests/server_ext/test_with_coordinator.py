@@ -8,15 +8,19 @@ import signal
 import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
 from tornado.httpclient import HTTPClientError
 from traitlets.config import Config
 
+from krex_jupyter.launch import start_coordinator
+from krex_jupyter.locate import Location
 from krex_jupyter.server_ext.extension import KrexExtension
 from krex_jupyter.server_ext.processes import Process
 
+from .marks import needs_entry_point
 from .waiting import eventually
 
 JOIN = "from krex_jupyter.runtime.client import join; join(label='sibling')"
@@ -235,6 +239,9 @@ async def test_a_browser_gets_a_snapshot_and_then_what_changes(
     assert kinds["released"]["report"]["label"] == "seen-by-browser"
     report = await fetched(jp_fetch("krex", "api", "regions", region_id))
     assert report["verdict"] == kinds["released"]["report"]["verdict"]
+    later = await jp_ws_fetch("krex", "api", "events")
+    assert [entry["region_id"] for entry in json.loads(await later.read_message())["recent"]] == [region_id]
+    later.close()
 
 
 async def test_regions_appear_on_the_servers_event_bus(
@@ -345,6 +352,12 @@ async def seconds(work: Any) -> float:
     return loop.time() - began_s
 
 
+async def start_of_a_coordinator_s(krex_socket: Path) -> float:
+    """How long a coordinator takes to start here and now; this one is nobody's."""
+    place = Location(krex_socket.parent / "measured" / "krex.sock", "configured")
+    return await seconds(asyncio.to_thread(start_coordinator, place, timeout_s=20.0))
+
+
 async def test_a_frozen_kernel_is_interrupted_within_a_second(
     jp_fetch: Any, jp_serverapp: Any, extension: KrexExtension
 ) -> None:
@@ -354,6 +367,7 @@ async def test_a_frozen_kernel_is_interrupted_within_a_second(
         await eventually(lambda: process.state != "T", "thawed for the interrupt", within_s=1.0)
 
 
+@needs_entry_point
 async def test_a_frozen_kernel_is_shut_down_politely_within_a_second(
     jp_fetch: Any, jp_serverapp: Any, extension: KrexExtension
 ) -> None:
@@ -365,6 +379,7 @@ async def test_a_frozen_kernel_is_shut_down_politely_within_a_second(
         assert child.returncode == 0, "it was killed instead of asked"
 
 
+@needs_entry_point
 async def test_a_frozen_kernel_is_restarted_as_fast_as_one_that_runs(
     jp_fetch: Any, jp_serverapp: Any, extension: KrexExtension
 ) -> None:
@@ -386,6 +401,7 @@ async def test_without_coordinator_and_guardian_a_frozen_kernel_runs_again_withi
     jp_fetch: Any,
     jp_serverapp: Any,
     extension: KrexExtension,
+    krex_socket: Path,
     coordinator_by: signal.Signals,
     guardian_by: signal.Signals,
 ) -> None:
@@ -398,12 +414,14 @@ async def test_without_coordinator_and_guardian_a_frozen_kernel_runs_again_withi
         assert owner is not None
         assert guardian is not None
         assert coordinator is not None
+        # A start takes a fifth of a second on a quiet machine; where it takes longer, so may this.
+        allowed_s = max(1.0, 0.5 + 2 * await start_of_a_coordinator_s(krex_socket))
         # The owner would start a coordinator too; here the server is alone.
         owner.send(signal.SIGSTOP)
         try:
             guardian.send(guardian_by)
             coordinator.send(coordinator_by)
-            await eventually(lambda: process.state not in {"T", ""}, "the kernel runs", within_s=1.0)
+            await eventually(lambda: process.state not in {"T", ""}, "the kernel runs", within_s=allowed_s)
             await eventually(lambda: guardian.has_exited, "the old guardian is gone")
             assert (await participant(jp_fetch, kernel_id))["pid"] == process.pid
         finally:
