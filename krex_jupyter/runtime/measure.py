@@ -36,7 +36,8 @@ from .region import Region, exclusive
 from .results import Candidate, Comparison, Measurement, PairRelation, Ranked
 from .statistics import FIRST_LOOK, Block, Look, Pair, look, median, next_look, rank
 from .statistics import compare as compare_blocks
-from .timers import Cache, Call, GraphRefused, Plan, Timer, choose, plan
+from .synchronize import synchronise
+from .timers import Cache, Call, GraphRefused, Plan, Timer, choose, current_device_uuid, plan
 
 MOST_SAMPLES = 10_000
 """More are never taken: the median would not get better, and a look at them takes 20 ms."""
@@ -272,6 +273,7 @@ def _prepare(
     call: Call = functools.partial(fn, *args, **named) if args or named else fn
     timer = choose(timer_name, info, [*args, *named.values()], [fn])
     timer.prepare()
+    _refuse_another_device(info)
 
     before = None if setup is not None else _fingerprint([*args, *named.values()])
     result, expected_s = _once(timer, call, setup)
@@ -323,6 +325,20 @@ def _prepare(
                 f"No graph ({refused}): launched one by one, so that below about 10 µs this is the time of launching."
             )
     return subject
+
+
+def _refuse_another_device(info: DeviceInfo) -> None:
+    """Raise `KrexError` where the framework's current device is another one that the coordinator knows."""
+    if info.vendor != "nvidia":
+        return
+    current = current_device_uuid()
+    for other in client.join().devices:
+        if other.uuid == current != info.uuid:
+            raise KrexError(
+                f"The region would be on {info.name} ({info.uuid}), but this thread's current CUDA device is "
+                f"{other.name} ({current}). Make it current first (torch.cuda.set_device, cupy.cuda.Device(n).use()), "
+                f"or name the other one: device={current!r}."
+            )
 
 
 def _once(timer: Timer, call: Call, setup: Call | None) -> tuple[Any, float]:
@@ -604,17 +620,14 @@ class _Contest:
     def fail(self, name: str, error: BaseException) -> None:
         """Take a candidate out, and find out whether it broke the device's context for everybody."""
         self.errors[name] = f"{type(error).__name__}: {error}"
-        for other in self.subjects.values():
-            try:
-                other.timer.synchronise()
-            except Exception as broken:  # noqa: BLE001 (each framework has its own class for this)
-                self.context_broken_by = name
-                self.errors[name] += (
-                    f" It broke this process's device context ({broken}); restart the kernel."
-                )
-                for left in self.running:
-                    self._blame_context(left)
+        if self.info.vendor == "cpu":
             return
+        broken = synchronise((self.info.uuid,)).error
+        if broken:
+            self.context_broken_by = name
+            self.errors[name] += f" It broke this process's device context ({broken}); restart the kernel."
+            for left in self.running:
+                self._blame_context(left)
 
     def _blame_context(self, name: str) -> None:
         self.errors[name] = (

@@ -14,9 +14,11 @@ batched: then a sample is the mean of its calls, and the cache is warm, because 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import functools
 import sys
 import time
+import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -26,7 +28,7 @@ from krex_jupyter.errors import KrexError
 from krex_jupyter.protocol import DeviceInfo
 
 from .statistics import median
-from .synchronize import synchronise
+from .synchronize import mapped_libcuda, synchronise
 
 Call: TypeAlias = Callable[[], Any]
 Cache: TypeAlias = Literal["cold", "warm"]
@@ -129,6 +131,20 @@ def choose(
     )
 
 
+def current_device_uuid() -> str:
+    """UUID of the CUDA device whose context is current in this thread; empty where there is none.
+
+    Frameworks make their device's primary context current when they are used, so this is where calls go.
+    """
+    library = mapped_libcuda()
+    if library is None:
+        return ""
+    device, octets = ctypes.c_int(), (ctypes.c_ubyte * 16)()
+    if library.cuCtxGetDevice(ctypes.byref(device)) or library.cuDeviceGetUuid_v2(octets, device):
+        return ""
+    return f"GPU-{uuid.UUID(bytes=bytes(octets))}"
+
+
 def framework_of(objects: Sequence[object], depth: int = 3) -> str:
     """The framework whose device arrays are among ``objects``, also inside lists, tuples and dicts; else empty."""
     for value in objects:
@@ -214,9 +230,9 @@ class HostTimer:
 
     can_flush = False
 
-    def __init__(self, uuid: str = "") -> None:
-        self._uuids = (uuid,) if uuid else ()
-        self.name = "host clock" if not uuid else "host clock + device-wide synchronise"
+    def __init__(self, device_uuid: str = "") -> None:
+        self._uuids = (device_uuid,) if device_uuid else ()
+        self.name = "host clock" if not device_uuid else "host clock + device-wide synchronise"
         self.resolution_s = max(time.get_clock_info("perf_counter").resolution, 1e-9)
         self.empty_s = 0.0
 
