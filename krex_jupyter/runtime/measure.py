@@ -28,7 +28,7 @@ from typing import Any, TypeAlias, cast
 
 from krex_jupyter.devices.names import resolve_here
 from krex_jupyter.errors import KrexError
-from krex_jupyter.protocol import DeviceInfo, Reason, RegionReport, ReportDevice, Verdict
+from krex_jupyter.protocol import DeviceInfo, Queued, Reason, RegionReport, ReportDevice, Verdict
 
 from . import client
 from .readings import Readings
@@ -77,6 +77,7 @@ def measure(
     cache: Cache = "cold",
     timer: str = "auto",
     label: str | None = None,
+    on_queued: Callable[[Queued], None] | None = None,
 ) -> Measurement:
     """How long ``fn(*args, **kwargs)`` takes, measured in an exclusive region.
 
@@ -96,6 +97,7 @@ def measure(
         cache: ``cold`` overwrites the device's L2 before each call; ``warm`` does not. On the cpu always warm.
         timer: ``auto``, ``host``, ``events``, ``torch``, ``cupy``, ``numba``. Named on the result.
         label: a name for status, history and result; the function's name where it is None.
+        on_queued: as for `exclusive`.
 
     Raises:
         ValueError, TypeError: an argument that cannot be meant.
@@ -121,7 +123,8 @@ def measure(
         )
     readings = Readings(info)
     loaded = _frameworks_loaded()
-    held = exclusive(device, label=name, max_hold=max_time + 4.0 * subject.expected_s + _LEASE_SPARE_S)
+    lease_s = max_time + 4.0 * subject.expected_s + _LEASE_SPARE_S
+    held = exclusive(device, label=name, max_hold=lease_s, on_queued=on_queued)
     with held as region, _without_garbage_collection():
         run = _sample(subject, readings, settings)
     subject.check_again()
