@@ -8,7 +8,9 @@ resolved when they are first used.
 
 from __future__ import annotations
 
+import sys
 from importlib import import_module
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -80,6 +82,26 @@ def __getattr__(name: str) -> Any:
     except KeyError:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}") from None
     return getattr(import_module(f"{__name__}.{module}"), name)
+
+
+class _Package(ModuleType):
+    """This package, where ``devices`` always means the function.
+
+    The import system binds a sub-package to its name here as soon as anybody imports it, and would put the
+    sub-package `krex_jupyter.devices` in place of the public ``krex.devices()``. ``from krex_jupyter.devices
+    import ...`` does not look here.
+    """
+
+    @property
+    def devices(self) -> Any:
+        return __getattr__("devices")
+
+    @devices.setter
+    def devices(self, _subpackage: ModuleType) -> None:
+        pass
+
+
+sys.modules[__name__].__class__ = _Package
 
 
 def __dir__() -> list[str]:
