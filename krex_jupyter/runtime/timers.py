@@ -118,6 +118,11 @@ def choose(
             )
         return HostTimer()
     if timer == "host":
+        if info.vendor != "nvidia":
+            raise KrexError(
+                f"timer='host' cannot wait for {info.name}: a device-wide synchronise is there for NVIDIA only. Use "
+                f"PyTorch's or CuPy's events: timer='torch' or timer='cupy'."
+            )
         return HostTimer(info.uuid)
     if timer in FRAMEWORKS:
         return _events_of(timer)
@@ -448,17 +453,30 @@ class TorchTimer(_EventTimer):
 
     def graph(self, call: Call, batch: int) -> Call:
         """As `Timer.graph`."""
+        # A capture that fails leaves PyTorch's allocator and random generators in capture: calls that synchronise,
+        # the usual cause, are found by a trial first.
+        mode = self._cuda.get_sync_debug_mode()
+        self._cuda.set_sync_debug_mode("error")
+        try:
+            call()
+        except RuntimeError as error:
+            raise GraphRefused(f"it synchronises: {_first_line(error)}") from error
+        finally:
+            self._cuda.set_sync_debug_mode(mode)
         captured = self._cuda.CUDAGraph()
+        before = self._cuda.current_stream()
         side = self._cuda.Stream()
-        side.wait_stream(self._cuda.current_stream())
+        side.wait_stream(before)
         try:
             with self._cuda.stream(side):
                 call()
-            self._cuda.current_stream().wait_stream(side)
+            before.wait_stream(side)
             with self._cuda.graph(captured, stream=side):
                 for _ in range(batch):
                     call()
         except RuntimeError as error:
+            # PyTorch does not put the stream back when the end of a capture fails.
+            self._cuda.set_stream(before)
             self._cuda.synchronize()
             raise GraphRefused(f"PyTorch could not capture it: {_first_line(error)}") from error
         return captured.replay  # type: ignore[no-any-return]  # bound method of an untyped class
@@ -504,10 +522,12 @@ class CupyTimer(_EventTimer):
     def graph(self, call: Call, batch: int) -> Call:
         """As `Timer.graph`."""
         side = self._cuda.Stream(non_blocking=True)
-        runtime_error = self._cuda.runtime.CUDARuntimeError
+        # A replay writes where the captured calls allocated. From a pool of its own, kept with the graph, that
+        # memory is neither handed to anybody else nor freed meanwhile.
+        pool = self._cuda.MemoryPool()
         self._cuda.Device().synchronize()
         try:
-            with side:
+            with side, self._cuda.using_allocator(pool.malloc):
                 call()
                 side.synchronize()
                 side.begin_capture()
@@ -516,9 +536,14 @@ class CupyTimer(_EventTimer):
                         call()
                 finally:
                     captured = side.end_capture()
-        except (RuntimeError, runtime_error) as error:
+        except RuntimeError as error:
+            # CuPy's own errors of the runtime and of the driver are RuntimeErrors too.
             raise GraphRefused(f"CuPy could not capture it: {_first_line(error)}") from error
-        return lambda: captured.launch(self._cuda.get_current_stream())
+
+        def launch(_kept: Any = pool) -> None:
+            captured.launch(self._cuda.get_current_stream())
+
+        return launch
 
 
 class NumbaTimer(_EventTimer):
@@ -532,7 +557,7 @@ class NumbaTimer(_EventTimer):
         self._cuda.current_context()
 
     def _event(self) -> Any:
-        return self._cuda.event(timing=True)
+        return self._cuda.event()
 
     def _record(self, event: Any) -> None:
         event.record(self._cuda.default_stream())
@@ -579,8 +604,7 @@ def plan(timer: Timer, expected_s: float, *, precision: float, cache: Cache, has
 
     With ``setup`` there is no batch: it has to run before each call.
     """
-    # Twice, as there is one step at either end.
-    least_s = 2.0 * timer.resolution_s / precision
+    least_s = timer.resolution_s / precision
     if not timer.can_flush:
         # Reading the host's clock twice is part of each sample.
         least_s = max(least_s, 2.0 * timer.empty_s / precision)
