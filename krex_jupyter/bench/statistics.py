@@ -118,6 +118,7 @@ def processes() -> tuple[Process, ...]:
         Process("1% noise, 10% late (Pareto 1.5)", late, _median_of(late)),
         Process("independent noise of 0.2%", independent(0.002), 1.0, judged=False),
         Process("AR(1), rho 0.8, 0.2%", autoregressive(0.8, 0.002), 1.0, judged=False),
+        Process("AR(1), rho 0.95, 0.1%", autoregressive(0.95, 0.001), 1.0, judged=False),
         Process("two states, 5 samples each, 0.5%", alternating(0.03, 5, 0.005), None, judged=False),
         Process("two states, 50 samples each, 0.5%", alternating(0.03, 50, 0.005), None, judged=False),
         Process("two states 3% apart, 1% noise", alternating(0.03, 2, 0.01), None, judged=False),

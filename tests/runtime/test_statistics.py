@@ -371,3 +371,14 @@ def test_a_margin_that_is_none_is_refused(margin: float) -> None:
 def test_the_median_of_nothing_is_refused() -> None:
     with pytest.raises(ValueError, match="at least one"):
         median([])
+
+
+def test_a_slow_wander_far_below_the_precision_settles_with_an_interval_around_all_of_it() -> None:
+    samples = [1.0 + 0.0005 * math.sin(position / 12.0) for position in range(100)]
+    seen = look(samples, precision=0.005)
+    assert seen.settled
+    assert seen.summary.n_effective < 8
+    assert seen.summary.ci95_s is not None
+    assert seen.summary.ci95_s[0] < min(samples)
+    assert seen.summary.ci95_s[1] > max(samples)
+    assert not look([1.0 + 10 * (sample - 1.0) for sample in samples], precision=0.005).settled
