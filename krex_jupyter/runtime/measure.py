@@ -250,9 +250,16 @@ class _Subject:
         """Check the result that the function has now; a function may be right once and wrong later."""
         if self.check is None or self.check_error:
             return
-        if self.setup is not None:
-            self.setup()
-        self.check_error = _checked(self.check, self.call())
+        try:
+            if self.setup is not None:
+                self.setup()
+            result = self.call()
+        except Exception as error:  # noqa: BLE001 (its numbers are there already, and stay)
+            self.check_error = (
+                f"Called once more after the region, to check its result, it raised {type(error).__name__}: {error}"
+            )
+            return
+        self.check_error = _checked(self.check, result)
 
 
 def _prepare(
@@ -285,6 +292,10 @@ def _prepare(
             result.close()
         raise TypeError(
             f"{_name_of(fn)} is asynchronous: calling it only makes a coroutine. Measure a function that waits for it."
+        )
+    if inspect.isgenerator(result):
+        raise TypeError(
+            f"{_name_of(fn)} is a generator function: calling it runs nothing. Measure a function that exhausts it."
         )
     check_error = "" if check is None else _checked(check, result)
     notes = []
@@ -642,11 +653,8 @@ class _Contest:
         """Check what the candidates return now."""
         for name in self.running:
             subject = self.subjects[name]
-            try:
-                subject.check_again()
-            except Exception as error:  # noqa: BLE001 (as above)
-                self.fail(name, error)
-            if subject.check_error and name not in self.errors:
+            subject.check_again()
+            if subject.check_error:
                 self.errors[name] = f"After the measurement: {subject.check_error}"
 
 
@@ -662,11 +670,9 @@ def _interleave(
     looks = 0
     while candidates.running:
         blocks = _blocks_per_region(candidates, looks_left=_MOST_LOOKS - looks)
-        lease_s = (
-            2.0 * _REGION_S
-            + budget_s
-            + 4.0 * max(candidates.subjects[name].expected_s for name in candidates.running)
-        )
+        # A block is never cut short, and others' work may have stretched what is expected.
+        block_s = sum(_visit_cost_s(candidates.subjects[name]) for name in candidates.running)
+        lease_s = _REGION_S + 4.0 * block_s + _LEASE_SPARE_S
         with exclusive(device, label=label, max_hold=lease_s) as region, _without_garbage_collection():
             started_s = time.perf_counter()
             taken = _blocks(candidates, blocks, rng, settings, started_s, min(_REGION_S, budget_s - spent_s))
@@ -716,15 +722,23 @@ def _blocks(
     return taken
 
 
+def _visit_samples(subject: _Subject) -> int:
+    sample_s = subject.expected_s * subject.plan.batch
+    if sample_s > 10.0 * _VISIT_S:
+        return 1
+    return min(max(math.ceil(_VISIT_S / sample_s), _VISIT_SAMPLES[0]), _VISIT_SAMPLES[1])
+
+
+def _visit_cost_s(subject: _Subject) -> float:
+    return (_visit_samples(subject) + 1) * subject.expected_s * subject.plan.batch
+
+
 def _visit(candidates: _Contest, name: str, *, samples: int | None) -> list[float]:
     """Sample one candidate for about a millisecond, after one untimed sample: what it finds is another's state."""
     if name in candidates.errors:
         return []
     subject = candidates.subjects[name]
-    sample_s = subject.expected_s * subject.plan.batch
-    wanted = samples or min(max(math.ceil(_VISIT_S / sample_s), _VISIT_SAMPLES[0]), _VISIT_SAMPLES[1])
-    if samples is None and sample_s > 10.0 * _VISIT_S:
-        wanted = 1
+    wanted = samples or _visit_samples(subject)
     try:
         if samples is None:
             subject.sample(1)

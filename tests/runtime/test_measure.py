@@ -161,6 +161,14 @@ def test_a_coroutine_function_is_refused() -> None:
         krex.measure(work, **SHORT)
 
 
+def test_a_generator_function_is_refused() -> None:
+    def work() -> Any:
+        yield 1
+
+    with pytest.raises(TypeError, match="generator"):
+        krex.measure(work, **SHORT)
+
+
 @pytest.mark.parametrize(
     ("bad", "error", "says"),
     [
