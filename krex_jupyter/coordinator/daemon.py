@@ -836,7 +836,9 @@ class Coordinator:
                 continue
             fd = self._device_locks.get(info.uuid)
             if fd is None:
-                fd = self._device_locks[info.uuid] = _open_device_lock(self._lock_directory / f"{info.uuid}.lock")
+                fd = self._device_locks[info.uuid] = _open_device_lock(
+                    self._lock_directory / f"{info.uuid}.lock"
+                )
             try:
                 fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
