@@ -83,16 +83,16 @@ def start_coordinator(location: Location, *, timeout_s: float = 5.0, options: tu
         ) from error
 
 
-def detach(serve: Callable[[Callable[[], None]], None]) -> None:
+def detach(serve: Callable[[Callable[[], None]], None], *, failure: int = 1) -> None:
     """Turn this process into a daemon that runs ``serve(ready)``; its starter is released by ``ready()``.
 
-    The starter's exit code is 0 after ``ready()``, and 1 where the daemon ended before that; what the daemon
+    The starter's exit code is 0 after ``ready()``, and ``failure`` where the daemon ended before that; what the daemon
     wrote to standard error is then the reason. Must be called while there is only one thread.
     """
     from_daemon, to_starter = os.pipe()
     if os.fork():
         os.close(to_starter)
-        os._exit(0 if os.read(from_daemon, 1) else 1)
+        os._exit(0 if os.read(from_daemon, 1) else failure)
     os.close(from_daemon)
     os.setsid()
     if os.fork():
