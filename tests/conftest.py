@@ -23,7 +23,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     wanting = [item for item in items if item.get_closest_marker("gpu")]
     if wanting and not any("driver-lock" in info.gates for info in NvidiaBackend().devices()):
         for item in wanting:
-            item.add_marker(pytest.mark.skip(reason="needs an NVIDIA GPU whose driver offers the process lock"))
+            item.add_marker(
+                pytest.mark.skip(reason="needs an NVIDIA GPU whose driver offers the process lock")
+            )
 
 
 @dataclass(frozen=True)

@@ -49,6 +49,8 @@ def values(kind: Any) -> st.SearchStrategy[Any]:
     }
     if kind in plain:
         return plain[kind]
+    if kind == protocol.Number:
+        return st.integers(-(2**53), 2**53)
     origin, arguments = typing.get_origin(kind), typing.get_args(kind)
     if origin is Literal:
         return st.sampled_from(arguments)
@@ -103,7 +105,9 @@ def test_every_message_has_a_direction() -> None:
             yield one
             yield from below(one)
 
-    assert {kind for _, kind in DIRECTED} == set(below(Message))
+    # Messages that other modules define for their own wires are theirs to test.
+    ours = {kind for kind in below(Message) if kind.__module__ == Message.__module__}
+    assert {kind for _, kind in DIRECTED} == ours
 
 
 @given(st.integers(0, 300_000), st.integers(1, 4))

@@ -105,6 +105,7 @@ heartbeat is noticed long before."""
 _EVIDENCE_BOUND_S = 0.5
 _REFRESH_S = 1.0
 _REFRESH_IDLE_S = 10.0
+_DYING_S = 0.01
 _ANSWER_TAKEN_S = 0.002
 """How long siblings are held back for an owner that does not say that it has its report."""
 _ANNOUNCE_S = 0.25
@@ -334,7 +335,10 @@ class Coordinator:
         """A connection ended: closed by its peer, with its process, or by us."""
         if connection not in self._connections:
             return
-        died = has_ended(connection.peer.pidfd)
+        # A dying process closes its sockets a moment before it counts as ended.
+        died = has_ended(
+            connection.peer.pidfd, within_s=_DYING_S if connection in self._of_connection else 0.0
+        )
         self._connections.discard(connection)
         self._selector.unregister(connection)
         self._selector.unregister(connection.peer.pidfd)
