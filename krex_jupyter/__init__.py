@@ -25,7 +25,8 @@ if TYPE_CHECKING:
         UnsupportedPlatform,
         WaitTimeout,
     )
-    from .runtime.measure import compare, measure
+    from .runtime.compare import compare
+    from .runtime.measure import measure
     from .runtime.queries import devices, history, report, status
     from .runtime.region import Region, exclusive
     from .runtime.results import Comparison, Measurement
@@ -37,7 +38,7 @@ _WHERE = {
     "exclusive": "runtime.region",
     "Region": "runtime.region",
     "measure": "runtime.measure",
-    "compare": "runtime.measure",
+    "compare": "runtime.compare",
     "Measurement": "runtime.results",
     "Comparison": "runtime.results",
     "devices": "runtime.queries",
