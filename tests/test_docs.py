@@ -161,6 +161,9 @@ def test_a_console_example_runs(block: Block, commands: dict[str, str], tmp_path
     assert asked, f"{block} is not marked: <!-- run --> or <!-- run: exit N -->"
     lines = [line[2:] for line in block.body.splitlines() if line.startswith("$ ")]
     assert lines
+    for other in blocks(block.page):
+        if other.marker.startswith("file: "):
+            (tmp_path / other.marker.removeprefix("file: ")).write_text(other.body, encoding="utf-8")
     for line in lines:
         run = subprocess.run(
             ["bash", "-c", line], env=commands, cwd=tmp_path, capture_output=True, text=True, timeout=60
