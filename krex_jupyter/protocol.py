@@ -291,7 +291,12 @@ class Acquire(Message, frozen=True, kw_only=True, tag="acquire"):
 
 
 class Confirm(Message, frozen=True, kw_only=True, tag="confirm"):
-    """The owner saw its grant: the lease clock starts. Unanswered for 1 s, the next in line is served."""
+    """The owner saw its grant, or its report.
+
+    After a grant the lease clock starts; unanswered for 1 s, the next in line is served. After a report the siblings
+    go on, so that they do not compete with the owner for the CPU before it has its answer; unanswered for 2 ms, they
+    go on anyway.
+    """
 
     region_id: str
 

@@ -110,6 +110,8 @@ heartbeat is noticed long before."""
 _EVIDENCE_BOUND_S = 0.5
 _REFRESH_S = 1.0
 _REFRESH_IDLE_S = 10.0
+_ANSWER_TAKEN_S = 0.002
+"""How long siblings are held back for an owner that does not say that it has its report."""
 _ANNOUNCE_S = 0.25
 _RECENT = 50
 _SPARE_BOUND_S = 0.8
@@ -158,6 +160,8 @@ class Coordinator:
         self._participants: dict[str, Participant] = {}
         self._regions: dict[str, Region] = {}
         self._of_connection: dict[Connection, Region] = {}
+        self._answered: dict[str, Region] = {}
+        """Regions whose owner was sent its report and has not said yet that it has it."""
         self._device_locks: dict[str, int] = {}
         """Open lock files, by device."""
         self._locked_devices: set[str] = set()
@@ -944,6 +948,7 @@ class Coordinator:
         self._timers.at(now_s + self._settings.confirm_s, unconfirmed)
 
     def _on_confirm(self, connection: Connection, message: Confirm) -> None:
+        self._let_go(message.region_id)
         region = self._of_connection.get(connection)
         if region is None or region.region_id != message.region_id or region.phase != "granted":
             return
@@ -1063,13 +1068,24 @@ class Coordinator:
         self._of_connection.pop(region.connection, None)
         self._send(region.connection, Released(request_id=region.release_request, report=report))
         self._held_s.append(report.held_s)
-        if region.phase == "leaving":
-            # The next region enters before this one leaves: siblings of both stay gated.
+        if region.phase == "leaving" and region.guarded:
+            self._answered[region.region_id] = region
+            self._timers.at(time.monotonic() + _ANSWER_TAKEN_S, lambda: self._let_go(region.region_id))
+        elif region.phase == "leaving":
             self._arbiter.finish(region.region_id, time.monotonic())
             self._pump()
-            if region.guarded:
-                self._guardian.send(Leave(region_id=region.region_id))
         self._record(region, report)
+
+    def _let_go(self, region_id: str) -> None:
+        """The owner has its answer: the next region enters, and only then this one leaves.
+
+        So siblings of both stay gated.
+        """
+        region = self._answered.pop(region_id, None)
+        if region is not None:
+            self._arbiter.finish(region_id, time.monotonic())
+            self._pump()
+            self._guardian.send(Leave(region_id=region_id))
 
     def _record(self, region: Region, report: RegionReport) -> None:
         self._recent.appendleft(report)

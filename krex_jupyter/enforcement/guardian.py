@@ -69,6 +69,9 @@ _REPLAY_UNLOCK_S = 3.0
 _SCAN_BUSY_S = 1.0
 _SCAN_IDLE_S = 5.0
 _BUSY_FOR_S = 60.0
+_CHAIN_FOR_S = 1.0
+"""How long an owner's chain of ancestors is taken as known."""
+_MAX_CHAINS = 1000
 _WAITER_SHARE = 0.02
 _WAITER_FLOOR_S = 0.005
 """A waiter that used more than this much CPU, and more than this share of a core, since it began to wait is frozen
@@ -125,6 +128,7 @@ class Guardian:
         self._gates = Gates(journal, driver, self._workers, self._scanner, self._warn, self._beat)
         self._participants: dict[int, _Participant] = {}
         self._regions: dict[str, _Region] = {}
+        self._chains: dict[int, tuple[float, dict[int, ProcessView]]] = {}
         self._next_scan_s = 0.0
         self._last_region_s = float("-inf")
         self._heard_s = time.monotonic()
@@ -333,7 +337,11 @@ class Guardian:
 
     def _enter(self, enter: Enter) -> None:
         self._last_region_s = time.monotonic()
-        owner_pidfd = open_same(enter.owner)
+        participant = self._participants.get(enter.owner.pid)
+        known = participant is not None and participant.watch.process == enter.owner
+        owner_pidfd = (
+            os.dup(participant.handle.pidfd) if participant is not None and known else open_same(enter.owner)
+        )
         if owner_pidfd is None:
             self._refuse(enter.region_id, f"its owner (pid {enter.owner.pid}) is gone")
             return
@@ -374,7 +382,7 @@ class Guardian:
             )
         processes = self._chain(enter.owner.pid)
         for pid, handle in list(self._scanner.handles.items()):
-            view = handle.view(gpu=enter.vendor != "cpu")
+            view = handle.view(gpu=enter.vendor != "cpu", stopping=enter.cpu_policy == "freeze")
             if view is None:
                 self._scanner.forget_gone(pid)
                 continue
@@ -400,6 +408,11 @@ class Guardian:
 
     def _chain(self, pid: int) -> dict[int, ProcessView]:
         """``pid`` and its ancestors; only who is whose parent matters of them."""
+        now_s = time.monotonic()
+        made_s, known = self._chains.get(pid, (float("-inf"), {}))
+        if now_s - made_s < _CHAIN_FOR_S:
+            return dict(known)
+        asked = pid
         chain: dict[int, ProcessView] = {}
         while pid > 1 and pid not in chain:
             stat = read_stat(pid)
@@ -407,6 +420,9 @@ class Guardian:
                 break
             chain[pid] = ProcessView(pid=pid, parent=stat.parent, session=stat.session, uids=())
             pid = stat.parent
+        if len(self._chains) > _MAX_CHAINS:
+            self._chains.clear()
+        self._chains[asked] = (now_s, dict(chain))
         return chain
 
     def _shell_of(self, view: ProcessView) -> dict[int, ProcessView]:

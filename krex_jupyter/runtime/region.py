@@ -302,6 +302,7 @@ class Exclusive:
         message = held.release(evidence, synchronised)
         try:
             answer = connection.ask(message)
+            connection.send(Confirm(region_id=message.region_id))
         except KrexError as error:
             connection.close()
             return held.lost(message.owner, error)
@@ -540,7 +541,8 @@ class _Held:
         presence.held += 1
         if self._gates:
             presence.gating += 1
-            presence.wake()
+            if not presence.attentive:
+                presence.wake()
         if self.region.cores:
             from krex_jupyter.enforcement.cpus import pinned
 
