@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import resource
 import signal
 import subprocess
 import sys
@@ -22,6 +21,10 @@ from filelock import FileLock, Timeout
 
 from .errors import CoordinatorUnavailable
 from .locate import Location, connect, lock_directory
+
+if sys.platform != "win32":
+    # Not there on Windows, where importing the package works all the same.
+    import resource
 
 _BOOT = (
     "import json, runpy, sys; sys.path[:] = json.loads(sys.argv[1]); module = sys.argv[2]; "
@@ -80,16 +83,16 @@ def start_coordinator(location: Location, *, timeout_s: float = 5.0, options: tu
         ) from error
 
 
-def detach(serve: Callable[[Callable[[], None]], None]) -> None:
+def detach(serve: Callable[[Callable[[], None]], None], *, failure: int = 1) -> None:
     """Turn this process into a daemon that runs ``serve(ready)``; its starter is released by ``ready()``.
 
-    The starter's exit code is 0 after ``ready()``, and 1 where the daemon ended before that; what the daemon
+    The starter's exit code is 0 after ``ready()``, and ``failure`` where the daemon ended before that; what the daemon
     wrote to standard error is then the reason. Must be called while there is only one thread.
     """
     from_daemon, to_starter = os.pipe()
     if os.fork():
         os.close(to_starter)
-        os._exit(0 if os.read(from_daemon, 1) else 1)
+        os._exit(0 if os.read(from_daemon, 1) else failure)
     os.close(from_daemon)
     os.setsid()
     if os.fork():

@@ -120,6 +120,8 @@ _WRITE_HISTORY_S = 0.5
 _SWITCH_INTERVAL_S = 0.0005
 """How long another thread of this process may keep the interpreter from the one that grants (default 5 ms)."""
 _MIN_CORES_TO_ISOLATE = 8
+_MESSAGES_PER_TURN = 8
+"""Messages of one connection that are handled in a row, however many it has sent."""
 
 
 class Coordinator:
@@ -285,7 +287,10 @@ class Coordinator:
             self._flush(connection)
         if not mask & selectors.EVENT_READ:
             return
-        while not connection.closed:
+        # Only so many before others have their turn: the selector reports what is left at once.
+        for _ in range(_MESSAGES_PER_TURN):
+            if connection.closed:
+                return
             try:
                 received = connection.receive()
             except BlockingIOError:
@@ -1007,6 +1012,19 @@ class Coordinator:
                     request_id=message.request_id,
                     code="not_found",
                     detail=f"this connection holds no region {message.region_id}",
+                ),
+            )
+            return
+        if region.phase not in ("granted", "held", "revoked"):
+            still = (
+                "is being released" if region.phase == "leaving" else "is not held yet; cancel its request"
+            )
+            self._send(
+                connection,
+                Failed(
+                    request_id=message.request_id,
+                    code="bad_request",
+                    detail=f"region {message.region_id} {still}",
                 ),
             )
             return

@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
 
 from krex_jupyter.protocol import ProcessRef
@@ -65,6 +65,8 @@ class Gated:
     regions: set[str] = field(default_factory=set)
     locked: bool = False
     frozen: bool = False
+    goes_on_last: bool = False
+    """A terminal's shell: stopped before its jobs and continued after them, so that it never sees one stopped."""
     calls: int = 0
     """Driver calls under way or queued."""
     waiting: list[Locked] = field(default_factory=list)
@@ -143,11 +145,13 @@ class Gates:
         wanted: list[Gated],
         region_id: str,
         adopt: Callable[[ProcessHandle], bool],
+        first: Collection[int] = (),
     ) -> tuple[list[tuple[Gated, str]], float]:
         """Freeze processes and what they bear meanwhile.
 
         Returns the refused ones with the reason, and the seconds spent on proving that the others stand still.
-        ``adopt`` is asked for every newborn process whether it is to be frozen too. Raises `OSError` where the
+        ``adopt`` is asked for every newborn process whether it is to be frozen too. ``first`` are the pids of those
+        of ``wanted`` that must stand before the others are stopped, and go on after them. Raises `OSError` where the
         journal cannot be written; what was frozen before that is undone by releasing the region.
         """
 
@@ -161,8 +165,12 @@ class Gates:
         def newborn(parents: list[ProcessHandle]) -> list[ProcessHandle]:
             return [handle for handle in self._scanner.discover(parents) if adopt(handle)]
 
+        for gated in wanted:
+            gated.goes_on_last |= gated.handle.pid in first
+        standing = [gated for gated in wanted if not gated.frozen]
         result = freeze(
-            [gated.handle for gated in wanted if not gated.frozen],
+            [gated.handle for gated in standing if not gated.goes_on_last],
+            first=[gated.handle for gated in standing if gated.goes_on_last],
             announce=announce,
             newborn=newborn,
             freeze_s=FREEZE_S,
@@ -171,10 +179,10 @@ class Gates:
         )
         refused: list[tuple[Gated, str]] = []
         for handle, why in result.refused:
-            gated = self.hold(handle.pid, region_id)
-            if gated is not None:
-                gated.frozen = False
-                refused.append((gated, why))
+            held = self.hold(handle.pid, region_id)
+            if held is not None:
+                held.frozen = False
+                refused.append((held, why))
         if refused:
             self._note("freeze", "undone", [gated.handle.process for gated, _ in refused])
         return refused, result.verify_s
@@ -257,8 +265,7 @@ class Gates:
     def _thaw(self, frozen: list[Gated]) -> None:
         if not frozen:
             return
-        # A terminal's shell was stopped first and goes on last, so that it never sees its job stopped.
-        for gated in reversed(frozen):
+        for gated in sorted(frozen, key=lambda gated: gated.goes_on_last):
             resume(gated.handle)
             gated.frozen = False
         wait_running([gated.handle for gated in frozen], VERIFY_S)

@@ -558,7 +558,8 @@ class Guardian:
             region.steps[handle.pid] = step
             return step.freeze == "yes"
 
-        refused, verify_s = self._gates.freeze(wanted, region_id, adopt)
+        shells = {step.pid for step in steps if step.first}
+        refused, verify_s = self._gates.freeze(wanted, region_id, adopt, shells)
         for gated, why in refused:
             pid = gated.handle.pid
             step = region.steps[pid]
