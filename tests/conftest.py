@@ -19,12 +19,11 @@ from tests.scripts import Scripts, descendants_matching, state_of, wait_thawed, 
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip what needs a GPU where there is none that can be locked."""
-    missing = pytest.mark.skip(reason="needs an NVIDIA GPU whose driver offers the process lock")
+    """GPU tests run where there is a GPU whose driver offers the lock, and are skipped, visibly, elsewhere."""
     wanting = [item for item in items if item.get_closest_marker("gpu")]
     if wanting and not any("driver-lock" in info.gates for info in NvidiaBackend().devices()):
         for item in wanting:
-            item.add_marker(missing)
+            item.add_marker(pytest.mark.skip(reason="needs an NVIDIA GPU whose driver offers the process lock"))
 
 
 @dataclass(frozen=True)

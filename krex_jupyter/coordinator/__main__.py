@@ -84,7 +84,7 @@ def _serve(arguments: argparse.Namespace, ready: Callable[[], None]) -> None:
 
 
 def _serve_alone(arguments: argparse.Namespace, socket: Path, state: Path, ready: Callable[[], None]) -> None:
-    from .daemon import serve
+    from .service import serve
 
     log = _open_log(state / "coordinator.log")
     settings = _settings(arguments)

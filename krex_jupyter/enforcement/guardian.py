@@ -550,13 +550,16 @@ class Guardian:
                 return False
             root_view = ProcessView(pid=root, parent=0, session=root, uids=view.uids)
             child = replace(view, parent=root)
-            step = plan(
+            planned = plan(
                 self._request(region.enter, driver_lock=False),
                 [Root(pid=root, uid=participant.watch.uid)],
                 {root: root_view, child.pid: child},
-            )[-1]
-            region.steps[handle.pid] = step
-            return step.freeze == "yes"
+            )
+            for step in planned:
+                if step.pid == handle.pid:
+                    region.steps[step.pid] = step
+                    return step.freeze == "yes"
+            return False
 
         shells = {step.pid for step in steps if step.first}
         refused, verify_s = self._gates.freeze(wanted, region_id, adopt, shells)

@@ -255,9 +255,7 @@ class _Subject:
                 self.setup()
             result = self.call()
         except Exception as error:  # noqa: BLE001 (its numbers are there already, and stay)
-            self.check_error = (
-                f"Called once more after the region, to check its result, it raised {type(error).__name__}: {error}"
-            )
+            self.check_error = f"Called once more after the region, to check its result, it raised {type(error).__name__}: {error}"
             return
         self.check_error = _checked(self.check, result)
 

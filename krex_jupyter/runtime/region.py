@@ -182,7 +182,8 @@ def exclusive(
         cpu=cpu,
         foreign=foreign,
         peers=tuple(peers),
-        label=label or "",
+        # A lone surrogate (of a file name, say) cannot be sent.
+        label=(label or "").encode(errors="replace").decode(),
         strict=strict,
         on_queued=on_queued,
     )
