@@ -56,6 +56,10 @@ def add_arguments(found: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Serve as ``arguments`` say; returns the exit code."""
     raise_descriptor_limit()
+    for name in ("socket", "state_dir", "lock_dir", "config"):
+        # A daemon's directory is another than that of whoever typed a relative path.
+        path: Path | None = getattr(arguments, name)
+        setattr(arguments, name, None if path is None else path.absolute())
     try:
         if arguments.foreground:
             _serve(arguments, lambda: print(f"listening at {arguments.socket}", flush=True))
