@@ -980,6 +980,7 @@ class Coordinator:
         )
         if uuid in region.due:
             self._arrived(region, uuid)
+        self._note_contexts()
 
     def _arrived(self, region: Region, what: str) -> None:
         region.due.discard(what)
@@ -1141,12 +1142,17 @@ class Coordinator:
             return
 
         def arrived(libraries: dict[int, bool]) -> None:
+            self._note_contexts()
             for participant in self._participants.values():
-                participant.contexts = self._watch.contexts(participant.process.pid)
                 if participant.process.pid in libraries:
                     participant.gpu_library = libraries[participant.process.pid]
 
         self._watch.refresh(unknown, arrived)
+
+    def _note_contexts(self) -> None:
+        """Whose contexts are where, as of the last look at each device."""
+        for participant in self._participants.values():
+            participant.contexts = self._watch.contexts(participant.process.pid)
 
     def _notice(self, text: str) -> None:
         _log.warning("%s", text)

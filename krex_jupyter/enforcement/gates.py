@@ -39,6 +39,8 @@ LOCK_S = 5.0
 FREEZE_S = 0.5
 VERIFY_S = 0.2
 
+_SILENT_S = LOCK_S + 1.0
+"""A lock call that has not returned by then, whatever its time-out, is not waited for any longer."""
 _SLICE_S = 0.4
 """One lock call. An abandoned region waits for the end of a slice only, and its siblings are free within 1 s."""
 
@@ -51,7 +53,7 @@ RC_GONE = 304
 RC_NOT_AS_EXPECTED = 401
 RC_NOT_READY = 600
 RC_STOPPED = -1
-"""Ours, not the driver's: the process was stopped, so that the call was not made."""
+"""Ours, not the driver's: the process is stopped, so that the call was not made, or cannot return."""
 
 Locked = Callable[["Gated", int, float], None]
 """Called with the process, the driver's answer and the seconds that took."""
@@ -71,6 +73,8 @@ class Gated:
     """Driver calls under way or queued."""
     waiting: list[Locked] = field(default_factory=list)
     """Who wants to know when the lock call under way returns."""
+    asked_s: float = 0.0
+    """When the lock that they wait for was asked for."""
     turn: threading.Lock = field(default_factory=threading.Lock)
 
 
@@ -138,7 +142,22 @@ class Gates:
         for gated in wanted:
             gated.waiting.append(done)
             if len(gated.waiting) == 1:
+                gated.asked_s = time.monotonic()
                 self._call(gated, self._lock_one)
+
+    def give_up_on_silent(self) -> None:
+        """Answer in place of lock calls that hang, because somebody has stopped the process since or otherwise.
+
+        What such a call returns in the end is undone then, unless a region wants it by that time.
+        """
+        now_s = time.monotonic()
+        for gated in [gated for gated in self._gated.values() if gated.waiting]:
+            stat = gated.handle.stat()
+            stopped = stat is not None and stat.stopped
+            if stopped or now_s - gated.asked_s > _SILENT_S:
+                waiting, gated.waiting = gated.waiting, []
+                for done in waiting:
+                    done(gated, RC_STOPPED if stopped else RC_NOT_READY, now_s - gated.asked_s)
 
     def freeze(
         self,
@@ -210,6 +229,9 @@ class Gates:
             # It had given up because nobody wanted it any more; meanwhile another region does.
             self._call(gated, self._lock_one)
             return
+        if rc == RC_NOT_AS_EXPECTED and gated.locked:
+            # An earlier call, which had been given up, came through first.
+            rc = RC_OK
         waiting, gated.waiting = gated.waiting, []
         gated.locked = rc == RC_OK
         if rc != RC_OK:

@@ -177,6 +177,7 @@ class Guardian:
         now_s = time.monotonic()
         if self._regions:
             self._beat()
+            self._gates.give_up_on_silent()
             if now_s - self._heard_s > LATE_S:
                 # Its messages may lie unread here because this process itself was held up.
                 self._on_link()
@@ -474,6 +475,9 @@ class Guardian:
 
     def _lock_refused(self, region: _Region, gated: Gated, step: Step, rc: int) -> None:
         pid = step.pid
+        if rc == RC_STOPPED:
+            # Whoever stopped it may continue it, and nobody else: so it is not frozen, either.
+            step = region.steps[pid] = replace(step, gate="observe", lock=False, freeze="no")
         will_freeze = step.freeze == "yes" or (step.freeze == "without_context" and rc == RC_NO_CONTEXT)
         if not will_freeze:
             self._gates.drop(gated, region.enter.region_id)
@@ -733,12 +737,15 @@ def replay(journal: Journal, driver: DriverLock) -> int:
     ]
     for handle in frozen:
         resume(handle)
-    wait_running([*frozen, *locked], 1.0)
+    wait_running(frozen, 1.0)
+    # What stands still now was stopped by somebody else. It cannot be unlocked, and stays in the journal for it.
+    left_locked = [
+        handle.process for handle in locked if (stat := handle.stat()) is not None and stat.stopped
+    ]
 
     def unlock() -> None:
         for handle in locked:
-            stat = handle.stat()
-            if stat is not None and not stat.stopped and driver.state(handle.pid) == (RC_OK, 1):
+            if handle.process not in left_locked and driver.state(handle.pid) == (RC_OK, 1):
                 driver.unlock(handle.pid)
 
     if locked:
@@ -749,6 +756,8 @@ def replay(journal: Journal, driver: DriverLock) -> int:
             # Leave the journal as it is: whoever comes next, or `krex thaw`, tries again.
             return len({handle.pid for handle in [*frozen, *locked]})
     journal.clear()
+    if left_locked:
+        journal.write("lock", "intent", left_locked)
     count = len({handle.pid for handle in [*frozen, *locked]})
     for handle in [*frozen, *locked]:
         handle.close()
