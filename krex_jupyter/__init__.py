@@ -8,7 +8,9 @@ resolved when they are first used.
 
 from __future__ import annotations
 
+import sys
 from importlib import import_module
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -23,8 +25,11 @@ if TYPE_CHECKING:
         UnsupportedPlatform,
         WaitTimeout,
     )
+    from .runtime.compare import compare
+    from .runtime.measure import measure
     from .runtime.queries import devices, history, report, status
     from .runtime.region import Region, exclusive
+    from .runtime.results import Comparison, Measurement
     from .widgets import Monitor
 
 __version__ = "0.1.0.dev0"
@@ -32,6 +37,10 @@ __version__ = "0.1.0.dev0"
 _WHERE = {
     "exclusive": "runtime.region",
     "Region": "runtime.region",
+    "measure": "runtime.measure",
+    "compare": "runtime.compare",
+    "Measurement": "runtime.results",
+    "Comparison": "runtime.results",
     "devices": "runtime.queries",
     "status": "runtime.queries",
     "history": "runtime.queries",
@@ -47,18 +56,22 @@ _WHERE = {
 }
 
 __all__ = [
+    "Comparison",
     "CoordinatorUnavailable",
     "DeviceNotFound",
     "KrexError",
+    "Measurement",
     "Monitor",
     "NotExclusive",
     "Region",
     "RegionRevoked",
     "UnsupportedPlatform",
     "WaitTimeout",
+    "compare",
     "devices",
     "exclusive",
     "history",
+    "measure",
     "report",
     "status",
 ]
@@ -70,6 +83,26 @@ def __getattr__(name: str) -> Any:
     except KeyError:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}") from None
     return getattr(import_module(f"{__name__}.{module}"), name)
+
+
+class _Package(ModuleType):
+    """This package, where ``devices`` always means the function.
+
+    The import system binds a sub-package to its name here as soon as anybody imports it, and would put the
+    sub-package `krex_jupyter.devices` in place of the public ``krex.devices()``. ``from krex_jupyter.devices
+    import ...`` does not look here.
+    """
+
+    @property
+    def devices(self) -> Any:
+        return __getattr__("devices")
+
+    @devices.setter
+    def devices(self, _subpackage: ModuleType) -> None:
+        pass
+
+
+sys.modules[__name__].__class__ = _Package
 
 
 def __dir__() -> list[str]:

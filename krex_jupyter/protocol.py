@@ -138,6 +138,16 @@ class ReportDevice(Part, frozen=True, kw_only=True):
     vendor: Vendor
 
 
+class EntryCosts(Part, frozen=True, kw_only=True):
+    """Where the time of an entry went, as far as the guardian spent it."""
+
+    lock_s: float = 0.0
+    """Until the last lock call returned, the siblings' own queued work included."""
+    freeze_s: float = 0.0
+    verify_s: float = 0.0
+    """Seeing every thread stand still."""
+
+
 class RegionReport(Part, frozen=True, kw_only=True):
     """One region: what was done, what was seen, and what that makes of its numbers."""
 
@@ -160,6 +170,7 @@ class RegionReport(Part, frozen=True, kw_only=True):
     held_s: float
     exit_s: float
     """From the release request to the answer."""
+    enter_costs: EntryCosts = msgspec.field(default_factory=EntryCosts)
     cpu_policy: EffectiveCpuPolicy
     siblings: tuple[SiblingReport, ...] = ()
     verdict: Verdict
@@ -282,7 +293,12 @@ class Acquire(Message, frozen=True, kw_only=True, tag="acquire"):
 
 
 class Confirm(Message, frozen=True, kw_only=True, tag="confirm"):
-    """The owner saw its grant: the lease clock starts. Unanswered for 1 s, the next in line is served."""
+    """The owner saw its grant, or its report.
+
+    After a grant the lease clock starts; unanswered for 1 s, the next in line is served. After a report the siblings
+    go on, so that they do not compete with the owner for the CPU before it has its answer; unanswered for 2 ms, they
+    go on anyway.
+    """
 
     region_id: str
 
@@ -583,9 +599,7 @@ class Entered(Message, frozen=True, kw_only=True, tag="entered"):
 
     region_id: str
     siblings: tuple[SiblingReport, ...]
-    lock_s: float
-    freeze_s: float
-    verify_s: float
+    costs: EntryCosts
     error: str = ""
 
 

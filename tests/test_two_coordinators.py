@@ -16,7 +16,7 @@ from krex_jupyter.launch import start_coordinator
 from krex_jupyter.locate import Location, location
 from krex_jupyter.runtime import client
 from tests.conftest import Place
-from tests.scripts import REGION, Scripts, search_path, wait_frozen, wait_thawed, wait_until
+from tests.scripts import REGION, Scripts, search_path, state_of, wait_frozen, wait_thawed, wait_until
 
 needs_root = pytest.mark.skipif(os.getuid() != 0, reason="only root can act as another uid")
 
@@ -96,9 +96,11 @@ def test_a_device_is_free_again_once_the_other_coordinator_was_killed(scripts: S
     assert holder.line().startswith("held")
     with pytest.raises(krex.CoordinatorUnavailable):
         krex.exclusive("cpu", timeout=5).__enter__()
-    os.kill(int((elsewhere.parent / "coordinator.lock").read_text().split()[1]), signal.SIGKILL)
     holder.signal(signal.SIGKILL)
     holder.wait()
+    other = int((elsewhere.parent / "coordinator.lock").read_text().split()[1])
+    os.kill(other, signal.SIGKILL)
+    wait_until(lambda: state_of(other) in ("", "Z"), "the other coordinator is gone", 5.0)
     with krex.exclusive("cpu", timeout=5):
         pass
 

@@ -56,6 +56,10 @@ def add_arguments(found: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Serve as ``arguments`` say; returns the exit code."""
     raise_descriptor_limit()
+    for name in ("socket", "state_dir", "lock_dir", "config"):
+        # A daemon's directory is another than that of whoever typed a relative path.
+        path: Path | None = getattr(arguments, name)
+        setattr(arguments, name, None if path is None else path.absolute())
     try:
         if arguments.foreground:
             _serve(arguments, lambda: print(f"listening at {arguments.socket}", flush=True))
@@ -80,7 +84,7 @@ def _serve(arguments: argparse.Namespace, ready: Callable[[], None]) -> None:
 
 
 def _serve_alone(arguments: argparse.Namespace, socket: Path, state: Path, ready: Callable[[], None]) -> None:
-    from .daemon import serve
+    from .service import serve
 
     log = _open_log(state / "coordinator.log")
     settings = _settings(arguments)

@@ -14,7 +14,6 @@ siblings that is the difference between a fraction of a millisecond and tens of 
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import functools
 import logging
 import os
@@ -25,7 +24,7 @@ import uuid
 from collections import deque
 from collections.abc import Callable
 from pathlib import Path
-from typing import IO, TYPE_CHECKING
+from typing import TYPE_CHECKING
 
 from krex_jupyter.identity import pid_of, read_stat, reference
 from krex_jupyter.protocol import (
@@ -36,10 +35,7 @@ from krex_jupyter.protocol import (
     Cancel,
     Confirm,
     DeviceEvidence,
-    DeviceInfo,
-    DeviceStatus,
     Done,
-    EffectiveCpuPolicy,
     End,
     Enter,
     Entered,
@@ -55,11 +51,9 @@ from krex_jupyter.protocol import (
     Heartbeat,
     Hello,
     History,
-    HolderStatus,
     Leave,
     Left,
     Message,
-    ParticipantStatus,
     Ping,
     Pong,
     ProcessRef,
@@ -74,12 +68,10 @@ from krex_jupyter.protocol import (
     Spare,
     Spared,
     StartLease,
-    Status,
     Subscribe,
     ToCoordinator,
     Undone,
     Ungate,
-    WaiterStatus,
     Waits,
     Warned,
     Watch,
@@ -89,9 +81,12 @@ from krex_jupyter.wire import WireError, close_all
 from krex_jupyter.workers import Workers
 
 from . import history as history_module
+from .admission import Host, bad_request, effective_policy, refusal
+from .device_locks import DeviceLocks
 from .device_watch import DeviceWatch, Look
 from .guardian_link import HEARTBEAT_S, LATE_S, GuardianLink
-from .peers import Connection, Participant, PeerRefused, has_ended, listen, new_codec
+from .peers import Connection, Participant, PeerRefused, has_ended, new_codec
+from .picture import Picture
 from .queue import Arbiter, Ticket
 from .regions import Region
 from .settings import Settings
@@ -110,6 +105,9 @@ heartbeat is noticed long before."""
 _EVIDENCE_BOUND_S = 0.5
 _REFRESH_S = 1.0
 _REFRESH_IDLE_S = 10.0
+_DYING_S = 0.01
+_ANSWER_TAKEN_S = 0.002
+"""How long siblings are held back for an owner that does not say that it has its report."""
 _ANNOUNCE_S = 0.25
 _RECENT = 50
 _SPARE_BOUND_S = 0.8
@@ -143,7 +141,7 @@ class Coordinator:
         self._thresholds = settings.thresholds()
         self._devices = devices
         self._guardian = guardian
-        self._lock_directory = lock_directory
+        self._device_locks = DeviceLocks(lock_directory, f"pid {os.getpid()} at {socket_path}")
         self._driver_lock = driver_lock
         self._reserved_cores = reserved_cores
         self._system = system
@@ -160,16 +158,29 @@ class Coordinator:
         self._participants: dict[str, Participant] = {}
         self._regions: dict[str, Region] = {}
         self._of_connection: dict[Connection, Region] = {}
-        self._device_locks: dict[str, int] = {}
-        """Open lock files, by device."""
-        self._locked_devices: set[str] = set()
-        self._named_locks: set[str] = set()
-        """Devices whose lock file says that this process was the last to take it."""
+        self._answered: dict[str, Region] = {}
+        """Regions whose owner was sent its report and has not said yet that it has it."""
         self._spares: dict[int, list[tuple[Connection, int]]] = {}
         self._recent: deque[RegionReport] = deque(maxlen=_RECENT)
         self._notices: deque[str] = deque(maxlen=20)
+        self._host = Host(
+            devices=devices.infos,
+            reserved_cores=reserved_cores,
+            foreign_allowed=not system if settings.allow_foreign is None else settings.allow_foreign,
+        )
+        self._picture = Picture(
+            socket=str(socket_path),
+            system=system,
+            settings=settings,
+            devices=devices,
+            guardian=guardian,
+            arbiter=self._arbiter,
+            regions=self._regions,
+            participants=self._participants,
+            recent=self._recent,
+            notices=self._notices,
+        )
         self._unwritten: list[RegionReport] = []
-        self._held_s: deque[float] = deque(maxlen=20)
         self._started_s = time.monotonic()
         self._beat_s = 0.0
         self._beats = 0
@@ -208,7 +219,7 @@ class Coordinator:
         times_s = [self._timers.next_s(), self._pump_s]
         if self._guarded():
             times_s += [self._beat_s + HEARTBEAT_S, self._guardian.heard_s + LATE_S]
-        if self._settings.idle_exit_s and not self._participants:
+        if self._settings.idle_exit_s and not self._anybody():
             times_s.append(self._empty_since_s + self._settings.idle_exit_s)
         return min(max(min(times_s) - now_s, 0.0), 3600.0)
 
@@ -229,8 +240,12 @@ class Coordinator:
         if now_s >= self._pump_s:
             self._pump()
         idle_s = now_s - self._empty_since_s
-        if self._settings.idle_exit_s and not self._participants and idle_s >= self._settings.idle_exit_s:
+        if self._settings.idle_exit_s and not self._anybody() and idle_s >= self._settings.idle_exit_s:
             self._leaving = True
+
+    def _anybody(self) -> bool:
+        """Somebody takes part of its own accord."""
+        return any(not participant.foreign for participant in self._participants.values())
 
     def _guarded(self) -> bool:
         return any(region.guarded and region.occupies for region in self._regions.values())
@@ -320,7 +335,10 @@ class Coordinator:
         """A connection ended: closed by its peer, with its process, or by us."""
         if connection not in self._connections:
             return
-        died = has_ended(connection.peer.pidfd)
+        # A dying process closes its sockets a moment before it counts as ended.
+        died = has_ended(
+            connection.peer.pidfd, within_s=_DYING_S if connection in self._of_connection else 0.0
+        )
         self._connections.discard(connection)
         self._selector.unregister(connection)
         self._selector.unregister(connection.peer.pidfd)
@@ -364,7 +382,7 @@ class Coordinator:
             case Ungate():
                 self._on_ungate(connection, message)
             case GetStatus():
-                self._send(connection, self._status(connection, message.request_id, message.recent))
+                self._send_status(connection, message.request_id, message.recent)
             case GetHistory():
                 self._write_history()
                 self._history.find(
@@ -374,7 +392,7 @@ class Coordinator:
                 self._on_get_report(connection, message)
             case Subscribe():
                 connection.subscribed = True
-                self._send(connection, self._status(connection, message.request_id, _RECENT))
+                self._send_status(connection, message.request_id, _RECENT)
             case Ping():
                 self._send(connection, Pong(request_id=message.request_id))
 
@@ -467,11 +485,13 @@ class Coordinator:
             self._drop_connection(connection)
         os.close(participant.pidfd)
         self._event("gone", participant)
-        if not self._participants:
+        if not self._anybody():
             self._empty_since_s = time.monotonic()
 
-    def _counts(self, participant: Participant) -> bool:
-        """Whether a process is a sibling, or only observed."""
+    def _counts(self, participant: Participant, region: Region) -> bool:
+        """Whether a process is a sibling of a region, or only observed."""
+        if participant.foreign and not participant.joined:
+            return region.acquire.foreign == "gate"
         rule = self._settings.participants
         return participant.joined or rule == "all" or (rule == "gpu" and participant.gpu_library is True)
 
@@ -534,13 +554,21 @@ class Coordinator:
 
     def _on_acquire(self, connection: Connection, acquire: Acquire) -> None:
         participant = connection.participant
-        problem = self._problem_with(connection, acquire)
-        if problem is not None or participant is None:
-            self._send(connection, problem or _bad(acquire, "a viewer cannot hold regions"))
+        if participant is None:
+            self._send(connection, bad_request(acquire, "a viewer cannot hold regions"))
+            return
+        if connection in self._of_connection:
+            self._send(
+                connection, bad_request(acquire, "this connection has a region already; open another one")
+            )
+            return
+        problem = refusal(acquire, self._host)
+        if problem is not None:
+            self._send(connection, problem)
             return
         now_s = time.monotonic()
         infos = tuple(self._devices.info_of(name) for name in acquire.devices)
-        policy = self._effective_policy(acquire, infos)
+        policy = effective_policy(acquire, self._host)
         wanted_s = self._settings.max_hold_s if acquire.max_hold_s is None else acquire.max_hold_s
         timeout_s = self._settings.timeout_s if acquire.timeout_s is None else acquire.timeout_s
         ticket = Ticket(
@@ -568,48 +596,6 @@ class Coordinator:
             self._guardian.send(Waits(process=participant.process))
             self._event("queued", participant, region)
 
-    def _problem_with(self, connection: Connection, acquire: Acquire) -> Failed | None:
-        if connection in self._of_connection:
-            return _bad(acquire, "this connection has a region already; open another one")
-        if not acquire.devices or len(set(acquire.devices)) != len(acquire.devices):
-            return _bad(acquire, "a region names at least one device, and none twice")
-        if acquire.device_ids and len(acquire.device_ids) != len(acquire.devices):
-            return _bad(acquire, "device_ids and devices must go together")
-        for bound_s in (acquire.timeout_s, acquire.max_hold_s):
-            if bound_s is not None and not 0 <= bound_s < float("inf"):
-                return _bad(acquire, f"a time must be a number of seconds, 0 or more, not {bound_s}")
-        known = {info.uuid: info for info in self._devices.infos}
-        for name in acquire.devices:
-            if name not in known:
-                here = ", ".join(known) or "none"
-                return Failed(
-                    request_id=acquire.request_id,
-                    code="device_not_found",
-                    detail=f"This host has no device {name!r}. It has: {here}.",
-                )
-        if acquire.cpu == "isolate":
-            if any(known[name].vendor == "cpu" for name in acquire.devices):
-                return Failed(
-                    request_id=acquire.request_id,
-                    code="unsupported",
-                    detail="cpu='isolate' makes no sense on the cpu device, where every core is measured; use 'freeze'",
-                )
-            if not any(self._reserved_cores.get(name) for name in acquire.devices):
-                return Failed(
-                    request_id=acquire.request_id,
-                    code="unsupported",
-                    detail=f"cpu='isolate' needs at least {_MIN_CORES_TO_ISOLATE} usable cores. Use cpu='freeze'.",
-                )
-        if acquire.max_hold_s == 0 and acquire.cpu != "share":
-            return _bad(acquire, "max_hold=0 (no limit) is allowed only with cpu='share', which stops nobody")
-        return None
-
-    def _effective_policy(self, acquire: Acquire, infos: tuple[DeviceInfo, ...]) -> EffectiveCpuPolicy:
-        if acquire.cpu != "auto":
-            return acquire.cpu
-        reserved = all(self._reserved_cores.get(info.uuid) for info in infos)
-        return "isolate" if reserved else "freeze"
-
     def _pump(self) -> None:
         """Let time-outs pass and start what may start."""
         now_s = time.monotonic()
@@ -620,14 +606,14 @@ class Coordinator:
         for ticket in late:
             region = self._regions[ticket.region_id]
             waited_s = now_s - ticket.submitted_s
-            self._fail(region, "wait_timeout", f"waited {waited_s:.1f} s. {self._waits_for(region)}")
+            self._fail(region, "wait_timeout", f"waited {waited_s:.1f} s. {self._picture.waits_for(region)}")
         if late:
             # Whoever gave up may have kept others waiting, and nothing else would wake us for them.
             self._start_what_may(now_s, gated)
         wake_s = self._arbiter.wake_s(now_s, gated)
         self._pump_s = float("inf") if wake_s is None else wake_s
         self._announce()
-        self._release_device_locks()
+        self._device_locks.give_back(lambda name: self._arbiter.holder(name) is None)
         self._status_changed()
 
     def _start_what_may(self, now_s: float, gated: set[str]) -> None:
@@ -654,7 +640,7 @@ class Coordinator:
         positions = self._arbiter.positions()
         for region_id, position in positions.items():
             region = self._regions[region_id]
-            holder = self._holder_of(region)
+            holder = self._picture.holder_of(region)
             news = (position, holder.region_id if holder is not None else "")
             if news == region.announced:
                 continue
@@ -669,41 +655,10 @@ class Coordinator:
                     request_id=region.acquire.request_id,
                     region_id=region_id,
                     position=position,
-                    waits_for=self._waits_for(region),
-                    eta_s=self._eta_s(region, position),
+                    waits_for=self._picture.waits_for(region),
+                    eta_s=self._picture.eta_s(region, position),
                 ),
             )
-
-    def _holder_of(self, region: Region) -> Region | None:
-        for resource in region.ticket.resources:
-            ticket = self._arbiter.holder(resource)
-            if ticket is not None:
-                return self._regions.get(ticket.region_id)
-        return None
-
-    def _waits_for(self, region: Region) -> str:
-        holder = self._holder_of(region)
-        names = ", ".join(region.acquire.device_ids or region.acquire.devices)
-        if holder is None:
-            if not self._guardian.ready:
-                return f"{names} is free; waiting for the guardian to be ready."
-            return f"{names} is free; waiting for the pause that lets work outside regions go on."
-        who = (
-            holder.participant.notebook or holder.participant.label or f"pid {holder.participant.process.pid}"
-        )
-        if holder.phase == "entering":
-            return f"{names} goes to {who} (pid {holder.participant.process.pid}), which is about to hold it."
-        held_s = time.monotonic() - holder.granted_s
-        left = f", ends by itself after {holder.max_hold_s:g} s" if holder.max_hold_s else ""
-        return f"{names} is held by {who} (pid {holder.participant.process.pid}) for {held_s:.1f} s{left}."
-
-    def _eta_s(self, region: Region, position: int) -> float | None:
-        if not self._held_s:
-            return None
-        mean_s = sum(self._held_s) / len(self._held_s)
-        holder = self._holder_of(region)
-        running_s = max(mean_s - (time.monotonic() - holder.granted_s), 0.0) if holder is not None else 0.0
-        return running_s + (position - 1) * mean_s
 
     def _fail(self, region: Region, code: str, detail: str) -> None:
         """A request comes to nothing."""
@@ -768,11 +723,17 @@ class Coordinator:
         region.entering_s = now_s
         region.epoch = self._arbiter.epoch
         self._last_region_s = now_s
-        other = self._lock_devices(region)
-        if other:
-            self._fail(region, "other_coordinator", other)
-            self._arbiter.finish(region.region_id, now_s)
-            return
+        for info in region.devices:
+            other = self._device_locks.take(info.uuid)
+            if other:
+                self._fail(
+                    region,
+                    "other_coordinator",
+                    f"{info.uuid} is held through another coordinator ({other}). "
+                    f"Use that one: unset KREX_SOCKET, or set it to the same path everywhere.",
+                )
+                self._arbiter.finish(region.region_id, now_s)
+                return
         if region.cpu_policy == "isolate":
             region.cores = tuple(
                 sorted(core for info in region.devices for core in self._reserved_cores.get(info.uuid, ()))
@@ -781,6 +742,8 @@ class Coordinator:
             if info.vendor != "cpu":
                 look = self._watch.last.get(info.uuid)
                 region.processes_before[info.uuid] = None if look is None else look.pids
+        if region.acquire.foreign == "gate":
+            self._adopt_foreign(region)
         siblings = self._siblings_of(region)
         nothing_to_gate = region.vendor == "cpu" and region.cpu_policy == "share"
         if not siblings or nothing_to_gate:
@@ -812,6 +775,24 @@ class Coordinator:
             )
         )
 
+    def _adopt_foreign(self, region: Region) -> None:
+        """Have processes that never took part, but use a device of the region, gated for it like the others."""
+        known = {participant.process.pid for participant in self._participants.values()}
+        for pid in sorted({pid for pids in region.processes_before.values() for pid in pids or ()} - known):
+            try:
+                pidfd = os.pidfd_open(pid)
+            except OSError:
+                continue
+            process = reference(pid, pidfd)
+            if process is not None and not _descends_from(pid, region.participant.process.pid):
+                participant = self._participant(process, _uid_of(pid), pidfd)
+                participant.foreign = True
+                participant.label = participant.label or f"pid {pid}, not in KREX"
+                self._tell_guardian(participant)
+                who = region.participant.label or f"pid {region.participant.process.pid}"
+                self._notice(f"process {pid}, which never took part in KREX, is gated for regions of {who}")
+            os.close(pidfd)
+
     def _siblings_of(self, region: Region) -> tuple[SiblingRequest, ...]:
         holding = {r.participant.key for r in self._regions.values() if r.occupies}
         waiting = {r.participant.key for r in self._regions.values() if r.phase == "queued"}
@@ -820,7 +801,7 @@ class Coordinator:
                 process=participant.process,
                 holds_region=key in holding and not self._is_handing_over(participant),
                 waiting=key in waiting,
-                counts=self._counts(participant),
+                counts=self._counts(participant, region),
                 contexts=participant.contexts,
             )
             for key, participant in self._participants.items()
@@ -834,41 +815,9 @@ class Coordinator:
             if r.participant is participant and r.occupies
         )
 
-    def _lock_devices(self, region: Region) -> str:
-        """Take the lock file of each device; returns who has it otherwise."""
-        for info in region.devices:
-            if info.uuid in self._locked_devices:
-                continue
-            fd = self._device_locks.get(info.uuid)
-            if fd is None:
-                fd = self._device_locks[info.uuid] = _open_device_lock(
-                    self._lock_directory / f"{info.uuid}.lock"
-                )
-            try:
-                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                other = os.pread(fd, 4096, 0).decode(errors="replace").strip()
-                self._named_locks.discard(info.uuid)
-                return (
-                    f"{info.uuid} is held through another coordinator ({other or 'it left no name'}). "
-                    f"Use that one: unset KREX_SOCKET, or set it to the same path everywhere."
-                )
-            self._locked_devices.add(info.uuid)
-            if info.uuid not in self._named_locks:
-                # Once, not per region: whoever finds the file locked reads there by whom.
-                os.ftruncate(fd, 0)
-                os.pwrite(fd, f"pid {os.getpid()} at {self._socket_path}\n".encode(), 0)
-                self._named_locks.add(info.uuid)
-        return ""
-
-    def _release_device_locks(self) -> None:
-        for name in [name for name in self._locked_devices if self._arbiter.holder(name) is None]:
-            fcntl.flock(self._device_locks[name], fcntl.LOCK_UN)
-            self._locked_devices.discard(name)
-
     def _on_entered(self, message: Entered) -> None:
         region = self._regions.get(message.region_id)
-        if region is not None and region.phase in ("granted", "held") and not message.error:
+        if region is not None and region.phase in ("granted", "held", "leaving") and not message.error:
             # Somebody appeared during a region that had nobody to gate until then.
             region.late += message.siblings
             frozen = any(sibling.frozen for sibling in message.siblings)
@@ -882,6 +831,7 @@ class Coordinator:
             self._pump()
             return
         region.siblings = message.siblings
+        region.enter_costs = message.costs
         now_s = time.monotonic()
         if any(sibling.gate != "observe" for sibling in message.siblings):
             self._arbiter.note_gated(region.region_id, now_s, frozen=region.frozen)
@@ -915,6 +865,7 @@ class Coordinator:
         self._timers.at(now_s + self._settings.confirm_s, unconfirmed)
 
     def _on_confirm(self, connection: Connection, message: Confirm) -> None:
+        self._let_go(message.region_id)
         region = self._of_connection.get(connection)
         if region is None or region.region_id != message.region_id or region.phase != "granted":
             return
@@ -1047,14 +998,25 @@ class Coordinator:
         self._regions.pop(region.region_id, None)
         self._of_connection.pop(region.connection, None)
         self._send(region.connection, Released(request_id=region.release_request, report=report))
-        self._held_s.append(report.held_s)
-        if region.phase == "leaving":
-            # The next region enters before this one leaves: siblings of both stay gated.
+        self._picture.note_held(report.held_s)
+        if region.phase == "leaving" and region.guarded:
+            self._answered[region.region_id] = region
+            self._timers.at(time.monotonic() + _ANSWER_TAKEN_S, lambda: self._let_go(region.region_id))
+        elif region.phase == "leaving":
             self._arbiter.finish(region.region_id, time.monotonic())
             self._pump()
-            if region.guarded:
-                self._guardian.send(Leave(region_id=region.region_id))
         self._record(region, report)
+
+    def _let_go(self, region_id: str) -> None:
+        """The owner has its answer: the next region enters, and only then this one leaves.
+
+        So siblings of both stay gated.
+        """
+        region = self._answered.pop(region_id, None)
+        if region is not None:
+            self._arbiter.finish(region_id, time.monotonic())
+            self._pump()
+            self._guardian.send(Leave(region_id=region_id))
 
     def _record(self, region: Region, report: RegionReport) -> None:
         self._recent.appendleft(report)
@@ -1232,15 +1194,17 @@ class Coordinator:
         if self._status_due or not any(connection.subscribed for connection in self._connections):
             return
         self._status_due = True
-        self._timers.at(time.monotonic() + _STATUS_EVENT_S, self._send_status)
+        self._timers.at(time.monotonic() + _STATUS_EVENT_S, self._broadcast_status)
 
-    def _send_status(self) -> None:
+    def _broadcast_status(self) -> None:
         self._status_due = False
         for connection in list(self._connections):
             if connection.subscribed:
-                self._send(
-                    connection, Event(kind="status", at=time.time(), status=self._status(connection, 0, 0))
-                )
+                status = self._picture.status(0, 0, self._only_uid(connection))
+                self._send(connection, Event(kind="status", at=time.time(), status=status))
+
+    def _send_status(self, connection: Connection, request_id: int, recent: int) -> None:
+        self._send(connection, self._picture.status(request_id, recent, self._only_uid(connection)))
 
     def _only_uid(self, connection: Connection) -> int | None:
         """Whose records a connection may see: everybody's where there is one user, else its own."""
@@ -1272,172 +1236,6 @@ class Coordinator:
             self._workers.post(lambda: self._send(connection, answer))
 
         self._history.find_one(message.region_id, self._only_uid(connection), found)
-
-    def _status(self, connection: Connection, request_id: int, recent: int) -> Status:
-        now_s = time.monotonic()
-        positions = self._arbiter.positions()
-        may_see = self._only_uid(connection)
-        reports = [report for report in self._recent if may_see in (None, report.uid)]
-        return Status(
-            request_id=request_id,
-            coordinator_pid=os.getpid(),
-            guardian_pid=self._guardian.pid,
-            system=self._system,
-            socket=str(self._socket_path),
-            uptime_s=now_s - self._started_s,
-            devices=tuple(self._device_status(info, positions, now_s) for info in self._devices.infos),
-            participants=tuple(self._participant_status(p, now_s) for p in self._participants.values()),
-            recent=tuple(reports[:recent]),
-            notices=tuple(self._notices),
-        )
-
-    def _device_status(self, info: DeviceInfo, positions: dict[str, int], now_s: float) -> DeviceStatus:
-        ticket = self._arbiter.holder(info.uuid)
-        holder = None if ticket is None else self._regions.get(ticket.region_id)
-        queue = [
-            WaiterStatus(
-                pid=region.participant.process.pid,
-                uid=region.participant.uid,
-                label=region.acquire.label or region.participant.label,
-                notebook=region.participant.notebook,
-                devices=region.ticket.devices,
-                position=position,
-                waited_s=now_s - region.ticket.submitted_s,
-                eta_s=self._eta_s(region, position),
-                waits_for=self._waits_for(region),
-                region_id=region_id,
-            )
-            for region_id, position in positions.items()
-            if info.uuid in (region := self._regions[region_id]).ticket.devices
-        ]
-        return DeviceStatus(
-            device=info,
-            holder=None if holder is None else self._holder_status(holder, now_s),
-            queue=tuple(queue),
-        )
-
-    def _holder_status(self, region: Region, now_s: float) -> HolderStatus:
-        held_s = now_s - region.granted_s if region.granted_s else 0.0
-        gated = sum(sibling.gate != "observe" for sibling in region.all_siblings)
-        notice = f"held for {held_s:.0f} s" if held_s > self._settings.notice_s else ""
-        return HolderStatus(
-            region_id=region.region_id,
-            epoch=region.epoch,
-            pid=region.participant.process.pid,
-            uid=region.participant.uid,
-            label=region.acquire.label or region.participant.label,
-            notebook=region.participant.notebook,
-            devices=region.ticket.devices,
-            cpu_policy=region.cpu_policy,
-            phase="held" if region.phase == "granted" else region.phase,  # type: ignore[arg-type]
-            held_s=held_s,
-            remaining_s=max(region.max_hold_s - held_s, 0.0) if region.max_hold_s else None,
-            siblings_gated=gated,
-            siblings_observed=len(region.all_siblings) - gated,
-            notice=notice,
-        )
-
-    def _participant_status(self, participant: Participant, now_s: float) -> ParticipantStatus:
-        state, paused_by, paused_s = "running", "", 0.0
-        for region in self._regions.values():
-            if region.participant is participant and region.occupies:
-                state = "holding"
-                break
-            if region.participant is participant and region.phase == "queued":
-                state = "queued"
-            for sibling in region.all_siblings:
-                if region.occupies and sibling.pid == participant.process.pid and sibling.gate != "observe":
-                    paused_by, paused_s = region.region_id, now_s - region.granted_s
-        if paused_by and state == "running":
-            state = "paused"
-        return ParticipantStatus(
-            pid=participant.process.pid,
-            uid=participant.uid,
-            label=participant.label,
-            kernel_id=participant.kernel_id,
-            notebook=participant.notebook,
-            joined=participant.joined,
-            gpu_library=participant.gpu_library,
-            state=state,  # type: ignore[arg-type]  # one of the four literals above
-            paused_by=paused_by,
-            paused_s=paused_s,
-        )
-
-
-def serve(
-    *,
-    socket_path: Path,
-    settings: Settings,
-    state_directory: Path,
-    lock_directory: Path,
-    history_files: list[Path],
-    driver: str,
-    backends: tuple[str, ...],
-    log: IO[str],
-    ready: Callable[[], None],
-    install_leave: Callable[[Callable[[], None]], None],
-) -> None:
-    """Become the coordinator at ``socket_path`` and serve until told to leave.
-
-    Replays what an earlier guardian left behind before anybody is accepted. Raises `OSError`, `TimeoutError`.
-    """
-    guardian = GuardianLink(state_directory / "journal", driver, log)
-    guardian.start()
-    early: list[FromGuardian] = []
-    try:
-        if guardian.owes_replay:
-            early = list(guardian.wait_ready(5.0))
-        from krex_jupyter.devices import discover
-        from krex_jupyter.enforcement.cpus import read_topology, reserve
-
-        devices = discover(backends)
-        gpus = [info for info in devices.infos if info.vendor != "cpu"]
-        cores = reserve(read_topology(), dict.fromkeys(info.uuid for info in gpus)) if gpus else {}
-        coordinator = Coordinator(
-            socket_path=socket_path,
-            settings=settings,
-            devices=devices,
-            guardian=guardian,
-            history_files=history_files,
-            lock_directory=lock_directory,
-            driver_lock=_driver_lock_works(devices, state_directory, simulated=bool(driver)),
-            reserved_cores=cores,
-            system=os.getuid() == 0 and socket_path.parent == Path("/run/krex"),
-        )
-        install_leave(coordinator.leave)
-        listener = listen(socket_path)
-    except BaseException:
-        guardian.dismiss()
-        raise
-    ready()
-    for message in early:
-        coordinator.on_guardian_message(message)
-    coordinator.run(listener)
-
-
-def _driver_lock_works(devices: Devices, state_directory: Path, *, simulated: bool) -> bool:
-    """Whether NVIDIA siblings can be locked; a refusal is noted on the devices."""
-    nvidia = [info for info in devices.infos if info.vendor == "nvidia"]
-    if not nvidia or not any("driver-lock" in info.gates for info in nvidia):
-        return False
-    if simulated:
-        return True
-    from krex_jupyter.devices.nvidia import NvidiaBackend
-    from krex_jupyter.enforcement.driver_lock import probe
-
-    version = NvidiaBackend().driver_version() or "unknown"
-    reason = probe(version, state_directory / "driver-lock.json")
-    if reason:
-        devices.withdraw_gate("nvidia", "driver-lock", reason)
-    return not reason
-
-
-def _open_device_lock(path: Path) -> int:
-    return os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-
-
-def _bad(acquire: Acquire, detail: str) -> Failed:
-    return Failed(request_id=acquire.request_id, code="bad_request", detail=detail)
 
 
 def _uid_of(pid: int) -> int:

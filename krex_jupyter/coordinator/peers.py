@@ -54,6 +54,8 @@ class Participant:
     joined: bool = False
     registered: bool = False
     protected: bool = False
+    foreign: bool = False
+    """It never took part; a region with ``foreign="gate"`` had it gated."""
     gpu_library: bool | None = None
     contexts: tuple[str, ...] | None = None
     """Devices that it has GPU contexts on, as of the last look; None: not known."""
@@ -182,8 +184,8 @@ def _credentials(accepted: socket.socket) -> Credentials:
     return Credentials(process, uid, pidfd)
 
 
-def has_ended(pidfd: int) -> bool:
-    """Whether the process behind a pidfd has ended."""
+def has_ended(pidfd: int, within_s: float = 0.0) -> bool:
+    """Whether the process behind a pidfd has ended, or does so within a moment."""
     poller = select.poll()
     poller.register(pidfd, select.POLLIN)
-    return bool(poller.poll(0))
+    return bool(poller.poll(within_s * 1e3))

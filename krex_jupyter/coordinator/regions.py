@@ -10,6 +10,7 @@ from krex_jupyter.protocol import (
     DeviceEvidence,
     DeviceInfo,
     EffectiveCpuPolicy,
+    EntryCosts,
     Evidence,
     GuardianAudit,
     OwnerEvidence,
@@ -46,6 +47,7 @@ class Region:
     started_at: float = 0.0
     released_s: float = 0.0
     cores: tuple[int, ...] = ()
+    enter_costs: EntryCosts = EntryCosts()  # noqa: RUF009 (frozen)
     siblings: tuple[SiblingReport, ...] = ()
     late: tuple[SiblingReport, ...] = ()
     """Those of the siblings that appeared during the region."""
@@ -127,6 +129,7 @@ class Region:
             enter_s=self.granted_s - self.entering_s,
             held_s=max(ended_s - self.granted_s, 0.0),
             exit_s=now_s - ended_s,
+            enter_costs=self.enter_costs,
             cpu_policy=self.cpu_policy,
             siblings=siblings,
             verdict=verdict,

@@ -31,6 +31,9 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     participants: Participants = "gpu"
     """Which registered kernels count as participants before they join: those with a GPU library mapped, all, or
     none."""
+    allow_foreign: bool | None = None
+    """Whether a region may gate processes that never took part (``foreign="gate"``); None: where the coordinator
+    is one user's own, and not where it serves a whole host."""
     handoff_regions: int = 8
     handoff_s: float = 2.0
     gap_s: float = 0.05

@@ -257,7 +257,7 @@ def _mask(tid: int) -> frozenset[int] | None:
 
 def _threads(pid: int) -> list[int]:
     try:
-        return [int(entry.name) for entry in Path(f"/proc/{pid}/task").iterdir()]
+        return [int(name) for name in os.listdir(f"/proc/{pid}/task")]
     except OSError:
         return []
 

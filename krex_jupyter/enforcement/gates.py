@@ -44,6 +44,9 @@ _SILENT_S = LOCK_S + 1.0
 _SLICE_S = 0.4
 """One lock call. An abandoned region waits for the end of a slice only, and its siblings are free within 1 s."""
 
+_LOCKED = 1
+"""The driver's state of a locked process."""
+
 RC_OK = 0
 RC_NO_CONTEXT = 3
 RC_GONE = 304
@@ -327,16 +330,32 @@ class Gates:
 
     # --- Bookkeeping ---------------------------------------------------------------------------------------------
 
-    def still_locked(self, gated: Gated) -> bool:
-        """Asks the driver; a process that is gone disturbs nobody and counts as locked."""
-        stat = gated.handle.stat()
-        if stat is None:
-            return True
-        if stat.stopped:
-            # The driver's answer would hang, and what stands still cannot have unlocked itself.
-            return gated.locked
-        rc, state = self._driver.state(gated.handle.pid)
-        return rc == RC_OK and state == 1
+    def find_unlocked(self, locked: list[Gated], then: Callable[[list[int]], None]) -> None:
+        """Ask the driver which of ``locked`` are not locked any more; ``then`` is called once all have answered.
+
+        Like every call of the driver, this one hangs where the process is stopped. What stands still cannot have
+        unlocked itself, and a process that is gone disturbs nobody: neither is asked.
+        """
+        left = len(locked)
+        unlocked: list[int] = []
+
+        def one_less() -> None:
+            nonlocal left
+            left -= 1
+            if left == 0:
+                then(unlocked)
+
+        def ask(gated: Gated) -> Callable[[], None]:
+            stat = gated.handle.stat()
+            asked = stat is not None and not stat.stopped
+            if asked and self._driver.state(gated.handle.pid) != (RC_OK, _LOCKED):
+                unlocked.append(gated.handle.pid)
+            return one_less
+
+        for gated in locked:
+            self._call(gated, ask)
+        if not locked:
+            then(unlocked)
 
     def _call(self, gated: Gated, work: Callable[[Gated], Callable[[], None]]) -> None:
         """Run a driver call for one process on a worker, after those already under way for it."""

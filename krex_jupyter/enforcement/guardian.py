@@ -29,6 +29,7 @@ from krex_jupyter.protocol import (
     Audited,
     Enter,
     Entered,
+    EntryCosts,
     Forget,
     Gate,
     GuardianAudit,
@@ -50,6 +51,7 @@ from krex_jupyter.protocol import (
 from krex_jupyter.wire import Assembler, WireError, close_all, guardian_side, receive_packet
 from krex_jupyter.workers import Workers
 
+from .cpus import keep_off, restore
 from .driver_lock import DriverLock, load, meaning
 from .freezer import resume, wait_running
 from .gates import LOCK_S, RC_GONE, RC_NO_CONTEXT, RC_NOT_READY, RC_OK, RC_STOPPED, Gated, Gates
@@ -69,6 +71,9 @@ _OWED_S = 0.2
 _SCAN_BUSY_S = 1.0
 _SCAN_IDLE_S = 5.0
 _BUSY_FOR_S = 60.0
+_CHAIN_FOR_S = 1.0
+"""How long an owner's chain of ancestors is taken as known."""
+_MAX_CHAINS = 1000
 _WAITER_SHARE = 0.02
 _WAITER_FLOOR_S = 0.005
 """A waiter that used more than this much CPU, and more than this share of a core, since it began to wait is frozen
@@ -126,6 +131,7 @@ class Guardian:
         self._gates = Gates(journal, driver, self._workers, self._scanner, self._warn, self._beat)
         self._participants: dict[int, _Participant] = {}
         self._regions: dict[str, _Region] = {}
+        self._chains: dict[int, tuple[float, dict[int, ProcessView]]] = {}
         self._next_scan_s = 0.0
         self._last_region_s = float("-inf")
         self._heard_s = time.monotonic()
@@ -260,7 +266,7 @@ class Guardian:
                 if region is not None and region.enter.max_hold_s > 0:
                     region.lease_ends_s = time.monotonic() + region.enter.max_hold_s
             case Audit():
-                self._send(Audited(region_id=message.region_id, audit=self._audit(message.region_id)))
+                self._audit(message.region_id)
             case Leave():
                 region = self._regions.get(message.region_id)
                 if region is not None:
@@ -287,6 +293,10 @@ class Guardian:
             return
         self._participants[pid] = _Participant(watch, handle)
         self._scanner.add_root(handle)
+        if watch.cores:
+            # Once, and never per region: `cpus.py` says why.
+            keep_off(pid, watch.cores)
+            keep_off(os.getpid(), watch.cores)
         self._next_scan_s = min(self._next_scan_s, time.monotonic() + 2 * HEARTBEAT_S)
         for region in self._regions.values():
             if region.entered and region.freezes:
@@ -325,14 +335,23 @@ class Guardian:
         if participant is None or participant.watch.process != message.process:
             return
         self._gates.free(self._gates.of_root(message.process.pid))
+        self._give_back_cores(participant)
         del self._participants[message.process.pid]
         self._scanner.remove_root(message.process.pid)
+
+    def _give_back_cores(self, participant: _Participant) -> None:
+        if participant.watch.cores and participant.handle.stat() is not None:
+            restore(participant.watch.process.pid, participant.watch.cores)
 
     # --- Entering ------------------------------------------------------------------------------------------------
 
     def _enter(self, enter: Enter) -> None:
         self._last_region_s = time.monotonic()
-        owner_pidfd = open_same(enter.owner)
+        participant = self._participants.get(enter.owner.pid)
+        known = participant is not None and participant.watch.process == enter.owner
+        owner_pidfd = (
+            os.dup(participant.handle.pidfd) if participant is not None and known else open_same(enter.owner)
+        )
         if owner_pidfd is None:
             self._refuse(enter.region_id, f"its owner (pid {enter.owner.pid}) is gone")
             return
@@ -344,12 +363,12 @@ class Guardian:
         # One pending for that, and one for this method itself, so that nothing goes on before the plan is made.
         region.pending = 2
         self._gates.free(self._gates.of_root(enter.owner.pid), then=lambda: self._one_less(region))
-        if enter.vendor != "cpu":
-            # What was born since the last scan may have a context to lock. Without locks, freezing finds it.
-            self._scanner.discover_all()
-        region.steps = {step.pid: step for step in self._plan(enter)}
         try:
-            self._lock(region)
+            self._lock(region, self._plan(enter))
+            if enter.vendor != "cpu" and self._scanner.discover_all():
+                # Born since the last scan, and looked for while the others' locks are under way. Where nothing is
+                # locked, freezing finds the newborn.
+                self._lock(region, self._plan(enter))
         except OSError as error:
             self._fail_entry(region, error)
             return
@@ -373,7 +392,7 @@ class Guardian:
             )
         processes = self._chain(enter.owner.pid)
         for pid, handle in list(self._scanner.handles.items()):
-            view = handle.view(gpu=enter.vendor != "cpu")
+            view = handle.view(gpu=enter.vendor != "cpu", stopping=enter.cpu_policy == "freeze")
             if view is None:
                 self._scanner.forget_gone(pid)
                 continue
@@ -399,6 +418,11 @@ class Guardian:
 
     def _chain(self, pid: int) -> dict[int, ProcessView]:
         """``pid`` and its ancestors; only who is whose parent matters of them."""
+        now_s = time.monotonic()
+        made_s, known = self._chains.get(pid, (float("-inf"), {}))
+        if now_s - made_s < _CHAIN_FOR_S:
+            return dict(known)
+        asked = pid
         chain: dict[int, ProcessView] = {}
         while pid > 1 and pid not in chain:
             stat = read_stat(pid)
@@ -406,6 +430,9 @@ class Guardian:
                 break
             chain[pid] = ProcessView(pid=pid, parent=stat.parent, session=stat.session, uids=())
             pid = stat.parent
+        if len(self._chains) > _MAX_CHAINS:
+            self._chains.clear()
+        self._chains[asked] = (now_s, dict(chain))
         return chain
 
     def _shell_of(self, view: ProcessView) -> dict[int, ProcessView]:
@@ -423,9 +450,13 @@ class Guardian:
             shell = shell.running()
         return {} if shell is None else {shell.pid: shell}
 
-    def _lock(self, region: _Region) -> None:
+    def _lock(self, region: _Region, steps: tuple[Step, ...]) -> None:
+        """Take up the steps that are new to the region, and begin to lock those that are to be locked."""
         wanted: list[Gated] = []
-        for step in region.steps.values():
+        for step in steps:
+            if step.pid in region.steps:
+                continue
+            region.steps[step.pid] = step
             gated = self._gates.hold(step.pid, region.enter.region_id) if step.lock else None
             if gated is None:
                 continue
@@ -505,9 +536,11 @@ class Guardian:
             Entered(
                 region_id=region.enter.region_id,
                 siblings=tuple(region.reports.values()),
-                lock_s=region.lock_s,
-                freeze_s=time.monotonic() - started_s - verify_s,
-                verify_s=verify_s,
+                costs=EntryCosts(
+                    lock_s=region.lock_s,
+                    freeze_s=time.monotonic() - started_s - verify_s,
+                    verify_s=verify_s,
+                ),
             )
         )
 
@@ -533,13 +566,16 @@ class Guardian:
                 return False
             root_view = ProcessView(pid=root, parent=0, session=root, uids=view.uids)
             child = replace(view, parent=root)
-            step = plan(
+            planned = plan(
                 self._request(region.enter, driver_lock=False),
                 [Root(pid=root, uid=participant.watch.uid)],
                 {root: root_view, child.pid: child},
-            )[-1]
-            region.steps[handle.pid] = step
-            return step.freeze == "yes"
+            )
+            for step in planned:
+                if step.pid == handle.pid:
+                    region.steps[step.pid] = step
+                    return step.freeze == "yes"
+            return False
 
         shells = {step.pid for step in steps if step.first}
         refused, verify_s = self._gates.freeze(wanted, region_id, adopt, shells)
@@ -582,9 +618,7 @@ class Guardian:
         )
 
     def _refuse(self, region_id: str, why: str) -> None:
-        self._send(
-            Entered(region_id=region_id, siblings=(), lock_s=0.0, freeze_s=0.0, verify_s=0.0, error=why)
-        )
+        self._send(Entered(region_id=region_id, siblings=(), costs=EntryCosts(), error=why))
 
     def _report(self, region: _Region, step: Step, drain_s: float | None = None) -> SiblingReport:
         gated = self._gates.get(step.pid)
@@ -608,11 +642,28 @@ class Guardian:
 
     # --- Leaving and undoing ---------------------------------------------------------------------------------------
 
-    def _audit(self, region_id: str) -> GuardianAudit:
-        """What the siblings did while they should have done nothing. Only reads."""
+    def _audit(self, region_id: str) -> None:
+        """Read what the siblings did while they should have done nothing, and answer."""
         region = self._regions.get(region_id)
         if region is None:
-            return GuardianAudit()
+            self._send(Audited(region_id=region_id, audit=GuardianAudit()))
+            return
+        locked = [
+            gated
+            for pid, report in region.reports.items()
+            if report.gate == "driver-lock"
+            and not report.frozen
+            and pid not in region.spared
+            and (gated := self._gates.get(pid)) is not None
+        ]
+
+        def answer(unlocked: list[int]) -> None:
+            self._send(Audited(region_id=region_id, audit=self._seen(region, unlocked)))
+
+        self._gates.find_unlocked(locked, answer)
+
+    def _seen(self, region: _Region, unlocked: list[int]) -> GuardianAudit:
+        """The audit, given which of the locked processes are not locked any more."""
         ran: list[tuple[int, float]] = []
         unreadable: list[int] = []
         threads = 0
@@ -632,13 +683,6 @@ class Guardian:
             handle = self._scanner.handles.get(pid)
             if handle is not None:
                 observed[pid] = max(sum(handle.cpu_ns().values()) - before_ns, 0) / 1e9
-        unlocked: list[int] = []
-        for pid, report in region.reports.items():
-            gated = self._gates.get(pid)
-            if report.gate != "driver-lock" or pid in region.spared:
-                continue
-            if gated is None or not self._gates.still_locked(gated):
-                unlocked.append(pid)
         return GuardianAudit(
             frozen_threads=threads,
             ran=tuple(ran),
@@ -683,6 +727,8 @@ class Guardian:
         """Thaw at once, then wait, bounded, for the unlocks."""
         for region in list(self._regions.values()):
             self._drop(region)
+        for participant in self._participants.values():
+            self._give_back_cores(participant)
         give_up_s = time.monotonic() + _REPLAY_UNLOCK_S
         while not self._gates.empty and time.monotonic() < give_up_s:
             with selectors.DefaultSelector() as selector:

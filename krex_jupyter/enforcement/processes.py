@@ -94,6 +94,8 @@ class ProcessHandle:
             raise ProcessLookupError(f"process {pid} is gone") from error
         self._stat, self._status, self._tasks = self._files
         self._threads: dict[int, _Thread] = {}
+        self._uids: tuple[int, ...] = ()
+        self._tracer = 0
         self._libcuda = False
         self._libcuda_checked_ns = -1
 
@@ -198,22 +200,32 @@ class ProcessHandle:
             return None
         return None if stat.gone else stat
 
-    def view(self, *, gpu: bool) -> ProcessView | None:
-        """What `plan.py` wants to know; None where it is gone. ``gpu``: look whether libcuda is mapped, too."""
+    def view(self, *, gpu: bool, stopping: bool = True) -> ProcessView | None:
+        """What `plan.py` wants to know; None where it is gone.
+
+        Args:
+            gpu: look whether libcuda is mapped, too.
+            stopping: it may be stopped for what is being planned: then its owner and tracer are read anew;
+                else they may be as old as the last such look.
+        """
         stat = self.stat()
-        try:
-            found = parse_status(os.pread(self._status, _STATUS_BYTES, 0))
-        except OSError:
-            found = None
-        if stat is None or found is None:
+        if stat is None:
             return None
+        if stopping or not self._uids:
+            try:
+                found = parse_status(os.pread(self._status, _STATUS_BYTES, 0))
+            except OSError:
+                found = None
+            if found is None:
+                return None
+            self._uids, self._tracer = found
         return ProcessView(
             pid=self.pid,
             parent=stat.parent,
             session=stat.session,
-            uids=found[0],
+            uids=self._uids,
             stopped=stat.state == "T",
-            traced=found[1] != 0 or stat.state == "t",
+            traced=self._tracer != 0 or stat.state == "t",
             libcuda=gpu and self.libcuda(),
             foreground=stat.terminal != 0 and stat.foreground_group == stat.group,
         )

@@ -8,6 +8,7 @@ scan is found at the door by walking children (`discover`), which costs little.
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Iterable, Iterator
 
 from krex_jupyter.identity import read_stat
@@ -27,6 +28,9 @@ class Scanner:
         self.member_of: dict[int, int] = {}
         self._roots: dict[int, None] = {}
         self._scan: Iterator[None] | None = None
+        self._last_pid_fd = os.open("/proc/loadavg", os.O_RDONLY | os.O_CLOEXEC)
+        self._known_up_to = b""
+        """The last pid given out before every member's children were last looked at."""
 
     @property
     def scanning(self) -> bool:
@@ -41,6 +45,8 @@ class Scanner:
         self.handles[handle.pid] = handle
         self.member_of[handle.pid] = handle.pid
         self._roots[handle.pid] = None
+        # Its children have not been looked at.
+        self._known_up_to = b""
 
     def remove_root(self, pid: int) -> None:
         """Stop following a participant; members that are no longer anybody's are dropped by the next scan."""
@@ -64,6 +70,8 @@ class Scanner:
     def discover(self, parents: Iterable[ProcessHandle]) -> list[ProcessHandle]:
         """Children of ``parents`` that were not known yet, with a handle each, as members of the same root."""
         found: list[ProcessHandle] = []
+        if self._last_pid() == self._known_up_to:
+            return found
         for parent in parents:
             root = self.member_of.get(parent.pid)
             if root is None:
@@ -75,11 +83,15 @@ class Scanner:
                         found.append(handle)
         return found
 
-    def discover_all(self) -> None:
-        """Follow children down from every known member until nothing new turns up."""
+    def discover_all(self) -> bool:
+        """Follow children down from every known member until nothing new turns up; whether anything did."""
+        last_pid = self._last_pid()
         generation: list[ProcessHandle] = list(self.handles.values())
-        while generation:
-            generation = self.discover(generation)
+        found = False
+        while generation := self.discover(generation):
+            found = True
+        self._known_up_to = last_pid
+        return found
 
     def forget_gone(self, pid: int) -> None:
         """A member turned out to be gone."""
@@ -101,6 +113,7 @@ class Scanner:
             handle.close()
 
     def _walk(self) -> Iterator[None]:
+        last_pid = self._last_pid()
         views: dict[int, ProcessView] = {}
         for count, pid in enumerate(all_pids()):
             if count % _SLICE == _SLICE - 1:
@@ -116,3 +129,8 @@ class Scanner:
                 self.member_of[pid] = root
             else:
                 self._adopt(pid, root)
+        self._known_up_to = last_pid
+
+    def _last_pid(self) -> bytes:
+        """The pid given out last: while it stays the same, no process and no thread was born anywhere."""
+        return os.pread(self._last_pid_fd, 128, 0).rsplit(None, 1)[-1]

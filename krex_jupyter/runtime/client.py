@@ -45,6 +45,8 @@ _HELLO_S = 1.0
 """A coordinator that does not answer a hello within this is stopped: it is ended and replaced."""
 _PING_S = 0.25
 _PING_LATE_S = 0.4
+_ATTENTIVE_S = 5.0
+"""How long after a region that gated somebody the thread keeps looking by itself whether there is another."""
 _REJOIN_S = 2.0
 """How often a participant without a coordinator looks whether there is one again."""
 _ATTEMPTS = 3
@@ -260,7 +262,11 @@ class _Presence:
         """Regions held now; while there are any, a coordinator that dies is replaced at once."""
         self.gating = 0
         """Those of them that gate somebody; while there are any, the coordinator is pinged."""
+        self.attentive = False
+        """The thread looks at `gating` again and again by itself. Waking it would cost the region that begins."""
         self.guard = threading.RLock()
+        self._gated_s = float("-inf")
+        """When a region that gates somebody was last seen here."""
         self._wake_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._thread: threading.Thread | None = None
         self._leaving = False
@@ -309,14 +315,22 @@ class _Presence:
             if connection is not None:
                 poller.register(connection, select.POLLIN)
             now_s = time.monotonic()
-            if not self.gating:
+            if self.gating:
+                self._gated_s = now_s
+            else:
+                pinged_s = None
+            if not self.gating and now_s - self._gated_s > _ATTENTIVE_S:
                 # Nobody stands still because of this process: nothing to do until something arrives.
-                pinged_s, wait_s = None, None
+                wait_s = None
             elif pinged_s is not None:
                 wait_s = max(pinged_s + _PING_LATE_S - now_s, 0.0)
             else:
                 next_ping_s = next_ping_s if now_s < next_ping_s < now_s + _PING_S else now_s + _PING_S
                 wait_s = next_ping_s - now_s
+            self.attentive = wait_s is not None
+            if not self.attentive and self.gating:
+                # A region began just now, and may have seen this thread still attentive.
+                continue
             if connection is None:
                 wait_s = _REJOIN_S
             ready = {fd for fd, _ in poller.poll(None if wait_s is None else wait_s * 1e3)}

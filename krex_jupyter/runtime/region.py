@@ -182,7 +182,8 @@ def exclusive(
         cpu=cpu,
         foreign=foreign,
         peers=tuple(peers),
-        label=label or "",
+        # A lone surrogate (of a file name, say) cannot be sent.
+        label=(label or "").encode(errors="replace").decode(),
         strict=strict,
         on_queued=on_queued,
     )
@@ -302,6 +303,7 @@ class Exclusive:
         message = held.release(evidence, synchronised)
         try:
             answer = connection.ask(message)
+            connection.send(Confirm(region_id=message.region_id))
         except KrexError as error:
             connection.close()
             return held.lost(message.owner, error)
@@ -540,7 +542,8 @@ class _Held:
         presence.held += 1
         if self._gates:
             presence.gating += 1
-            presence.wake()
+            if not presence.attentive:
+                presence.wake()
         if self.region.cores:
             from krex_jupyter.enforcement.cpus import pinned
 
