@@ -267,6 +267,57 @@ def test_a_sibling_that_is_stopped_while_it_drains_is_left_to_whoever_stopped_it
     assert reported(region, stopped).gate == "driver-lock"
 
 
+def test_a_locked_sibling_that_somebody_stops_is_unlocked_once_it_is_continued(gpus: Gpus) -> None:
+    stopped, other = gpus.sibling(LOOPS), gpus.sibling(LOOPS)
+    gpus.scripts.stopped_by_test.add(stopped.pid)
+    with krex.exclusive("cuda:0", cpu="share") as region:
+        stopped.signal(signal.SIGSTOP)
+        wait_frozen(stopped.pid)
+    gpus.works_on(other)
+    assert reported(region, stopped).gate == "driver-lock"
+    assert is_frozen(stopped.pid)
+    stopped.signal(signal.SIGCONT)
+    assert gpus.works_on(stopped, 5.0) < 1.0
+
+
+def test_a_locked_and_stopped_sibling_is_unlocked_by_the_next_guardian_once_it_is_continued(
+    gpus: Gpus,
+) -> None:
+    stopped, other = gpus.sibling(LOOPS), gpus.sibling(LOOPS)
+    gpus.scripts.stopped_by_test.add(stopped.pid)
+    with krex.exclusive("cuda:0", cpu="share"):
+        stopped.signal(signal.SIGSTOP)
+        wait_frozen(stopped.pid)
+        os.kill(gpus.place.guardian(), signal.SIGKILL)
+        gpus.works_on(other, 5.0)
+    with krex.exclusive("cuda:0", cpu="share", timeout=5.0) as region:
+        pass
+    assert reported(region, stopped).gate == "observe"
+    assert is_frozen(stopped.pid)
+    stopped.signal(signal.SIGCONT)
+    assert gpus.works_on(stopped, 5.0) < 1.0
+    wait_until(lambda: gpus.place.journal.read_bytes() == b"", "the journal owes nothing")
+
+
+def test_a_freezing_region_waits_for_another_to_lock_what_it_freezes(gpus: Gpus) -> None:
+    """Frozen in the middle of its lock call, the sibling would not answer until thawed."""
+    busy, owner = gpus.sibling(), gpus.owner()
+    submit(busy, 1.5)
+    owner.say("cuda:0")
+    wait_until(lambda: _phase() == "entering", "the sibling drains")
+    with krex.exclusive("cpu") as region:
+        assert is_frozen(busy.pid)
+        heard(owner, "held")
+    owner.say("leave")
+    heard(owner, "left")
+    assert reported(region, busy).frozen
+    assert region.enter_s > 0.5
+    (report,) = [report for report in krex.history() if report.device.id == "cuda:0"]
+    (found,) = [found for found in report.siblings if found.pid == busy.pid]
+    assert (found.gate, found.error) == ("driver-lock", "")
+    submit(busy, 0.01)
+
+
 def test_a_sibling_that_dies_while_it_drains_keeps_nobody_waiting(gpus: Gpus) -> None:
     doomed, other = gpus.sibling(), gpus.sibling()
     submit(doomed, 4.0)

@@ -517,3 +517,18 @@ def test_a_registered_process_that_ends_is_forgotten(served: Served) -> None:
     )
     client.leave()
     served.wait_for_descriptors(before)
+
+
+def test_a_killed_owner_is_told_from_one_that_closes_its_connection(served: Served, scripts: Scripts) -> None:
+    """Its socket closes a moment before its process is gone, so what arrives first proves nothing."""
+    for _ in range(10):
+        owner, region_id = scripts.holder()
+        owner.signal(signal.SIGKILL)
+        owner.wait()
+        wait_until(lambda: holder() is None, "its region has ended")
+        assert "owner_died" in krex.report(region_id).reasons[0].detail
+    one = served.client()
+    region_id = hold(one)
+    one.close()
+    wait_until(lambda: holder() is None, "its region has ended")
+    assert "connection_lost" in krex.report(region_id).reasons[0].detail

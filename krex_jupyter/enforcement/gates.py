@@ -145,6 +145,13 @@ class Gates:
                 gated.asked_s = time.monotonic()
                 self._call(gated, self._lock_one)
 
+    def after_locks(self, pids: Iterable[int], done: Locked) -> int:
+        """Call ``done`` for each of the processes that is being locked, as `lock` does; returns how many that are."""
+        locking = [gated for pid in pids if (gated := self._gated.get(pid)) is not None and gated.waiting]
+        for gated in locking:
+            gated.waiting.append(done)
+        return len(locking)
+
     def give_up_on_silent(self) -> None:
         """Answer in place of lock calls that hang, because somebody has stopped the process since or otherwise.
 
@@ -152,8 +159,7 @@ class Gates:
         """
         now_s = time.monotonic()
         for gated in [gated for gated in self._gated.values() if gated.waiting]:
-            stat = gated.handle.stat()
-            stopped = stat is not None and stat.stopped
+            stopped = _is_stopped(gated)
             if stopped or now_s - gated.asked_s > _SILENT_S:
                 waiting, gated.waiting = gated.waiting, []
                 for done in waiting:
@@ -267,7 +273,8 @@ class Gates:
         for gated in wanted:
             gated.regions.clear()
         self._thaw([gated for gated in wanted if gated.frozen])
-        locked = [gated for gated in wanted if gated.locked]
+        # What somebody else has stopped cannot be unlocked now: `unlock_what_runs` does once it goes on.
+        locked = [gated for gated in wanted if gated.locked and not _is_stopped(gated)]
         left = len(locked)
 
         def one_less() -> None:
@@ -283,6 +290,22 @@ class Gates:
             self._forget(gated)
         if not locked:
             then()
+
+    def owe_unlock(self, handle: ProcessHandle) -> None:
+        """An earlier guardian locked this process and could not unlock it: that is due once it runs."""
+        self._gated[handle.pid] = Gated(handle, locked=True)
+
+    def unlock_what_runs(self) -> None:
+        """Unlock what nobody gates any more and was stopped by somebody when it was to be unlocked."""
+        self.free([g for g in self._gated.values() if self._is_owed(g) and not _is_stopped(g)])
+
+    @property
+    def owes_unlocks(self) -> bool:
+        """There is something for `unlock_what_runs`, now or later."""
+        return any(self._is_owed(gated) for gated in self._gated.values())
+
+    def _is_owed(self, gated: Gated) -> bool:
+        return gated.locked and not gated.regions and not gated.calls
 
     def _thaw(self, frozen: list[Gated]) -> None:
         if not frozen:
@@ -367,3 +390,8 @@ class Gates:
             self._journal.write(act, state, processes)
         except OSError as error:
             self._warn(f"the journal cannot be written: {error}")
+
+
+def _is_stopped(gated: Gated) -> bool:
+    stat = gated.handle.stat()
+    return stat is not None and stat.stopped
