@@ -25,8 +25,11 @@ if TYPE_CHECKING:
         UnsupportedPlatform,
         WaitTimeout,
     )
+    from .runtime.compare import compare
+    from .runtime.measure import measure
     from .runtime.queries import devices, history, report, status
     from .runtime.region import Region, exclusive
+    from .runtime.results import Comparison, Measurement
     from .widgets import Monitor
 
 __version__ = "0.1.0.dev0"
@@ -34,6 +37,10 @@ __version__ = "0.1.0.dev0"
 _WHERE = {
     "exclusive": "runtime.region",
     "Region": "runtime.region",
+    "measure": "runtime.measure",
+    "compare": "runtime.compare",
+    "Measurement": "runtime.results",
+    "Comparison": "runtime.results",
     "devices": "runtime.queries",
     "status": "runtime.queries",
     "history": "runtime.queries",
@@ -49,18 +56,22 @@ _WHERE = {
 }
 
 __all__ = [
+    "Comparison",
     "CoordinatorUnavailable",
     "DeviceNotFound",
     "KrexError",
+    "Measurement",
     "Monitor",
     "NotExclusive",
     "Region",
     "RegionRevoked",
     "UnsupportedPlatform",
     "WaitTimeout",
+    "compare",
     "devices",
     "exclusive",
     "history",
+    "measure",
     "report",
     "status",
 ]

@@ -155,8 +155,7 @@ def _serve(arguments: argparse.Namespace) -> int:
         arguments.socket = location().socket
     if arguments.stop:
         return _stop(arguments.state_dir or arguments.socket.parent)
-    code = run(arguments)
-    return NO_COORDINATOR if code else 0
+    return run(arguments)
 
 
 def _stop(state: Path) -> int:

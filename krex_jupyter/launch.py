@@ -11,10 +11,10 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import resource
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -23,10 +23,16 @@ from filelock import FileLock, Timeout
 from .errors import CoordinatorUnavailable
 from .locate import Location, connect, lock_directory
 
+if sys.platform != "win32":
+    # Not there on Windows, where importing the package works all the same.
+    import fcntl
+    import resource
+
 _BOOT = (
     "import json, runpy, sys; sys.path[:] = json.loads(sys.argv[1]); module = sys.argv[2]; "
     "sys.argv[1:3] = []; runpy.run_module(module, run_name='__main__', alter_sys=True)"
 )
+_LOOK_AGAIN_S = 0.02
 _ENVIRONMENT = ("PATH", "HOME", "USER", "LOGNAME", "LANG", "LC_ALL", "LC_CTYPE", "TZ", "LD_LIBRARY_PATH")
 """What a coordinator keeps of its starter's environment; nothing that changes what Python or a driver sees."""
 
@@ -64,10 +70,19 @@ def start_coordinator(location: Location, *, timeout_s: float = 5.0, options: tu
     directory = location.directory
     try:
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        give_up_s = time.monotonic() + timeout_s
         with FileLock(directory / "start.lock", timeout=timeout_s, mode=0o600):
-            if _answers(location):
-                return
-            _spawn(location, timeout_s, options)
+            while not _answers(location):
+                if not _another_runs(directory):
+                    _spawn(location, timeout_s, options)
+                    return
+                # It is about to listen, and who started it is dead; or it is about to end.
+                if time.monotonic() > give_up_s:
+                    raise CoordinatorUnavailable(
+                        f"A coordinator runs in {directory} and does not listen at {location.socket} after "
+                        f"{timeout_s:g} s. See {directory / 'coordinator.log'}; end it with: krex serve --stop"
+                    )
+                time.sleep(_LOOK_AGAIN_S)
     except Timeout as error:
         raise CoordinatorUnavailable(
             f"Somebody else has been starting a coordinator in {directory} for over {timeout_s:g} s. "
@@ -80,16 +95,16 @@ def start_coordinator(location: Location, *, timeout_s: float = 5.0, options: tu
         ) from error
 
 
-def detach(serve: Callable[[Callable[[], None]], None]) -> None:
+def detach(serve: Callable[[Callable[[], None]], None], *, failure: int = 1) -> None:
     """Turn this process into a daemon that runs ``serve(ready)``; its starter is released by ``ready()``.
 
-    The starter's exit code is 0 after ``ready()``, and 1 where the daemon ended before that; what the daemon
+    The starter's exit code is 0 after ``ready()``, and ``failure`` where the daemon ended before that; what the daemon
     wrote to standard error is then the reason. Must be called while there is only one thread.
     """
     from_daemon, to_starter = os.pipe()
     if os.fork():
         os.close(to_starter)
-        os._exit(0 if os.read(from_daemon, 1) else 1)
+        os._exit(0 if os.read(from_daemon, 1) else failure)
     os.close(from_daemon)
     os.setsid()
     if os.fork():
@@ -129,6 +144,18 @@ def _answers(location: Location) -> bool:
     return True
 
 
+def _another_runs(directory: Path) -> bool:
+    """Whether a coordinator holds the lock of ``directory``, though it may not listen."""
+    try:
+        with (directory / "coordinator.lock").open("rb") as lock:
+            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except FileNotFoundError:
+        pass
+    return False
+
+
 def _spawn(location: Location, timeout_s: float, options: tuple[str, ...]) -> None:
     arguments = ("--socket", str(location.socket), "--lock-dir", str(lock_directory()), *options)
     command = python_command("krex_jupyter.coordinator", *arguments)
@@ -144,8 +171,9 @@ def _spawn(location: Location, timeout_s: float, options: tuple[str, ...]) -> No
     try:
         _, said = starter.communicate(timeout=timeout_s)
     except subprocess.TimeoutExpired as error:
+        # Not `communicate` again: a daemon that hangs keeps the pipe open.
         starter.kill()
-        starter.communicate()
+        starter.wait()
         raise CoordinatorUnavailable(
             f"A coordinator was started in {location.directory} and was not ready after {timeout_s:g} s. "
             f"See {location.directory / 'coordinator.log'}."

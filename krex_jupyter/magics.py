@@ -1,4 +1,4 @@
-"""``%%krex_exclusive`` and ``%krex``: exclusive regions from a notebook cell.
+"""``%%krex_exclusive``, ``%krex`` and ``%krex_measure``: exclusive regions from a notebook cell.
 
 A magic is a pipeline: its line becomes a dataclass (`parse_exclusive`), its cell becomes code
 (`compile_cell`), the code runs inside a region, the region leaves a report, the report is displayed. All that
@@ -54,7 +54,7 @@ from types import CodeType
 from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias, cast, get_args
 
 from IPython.core.error import UsageError
-from IPython.core.magic import Magics, cell_magic, line_magic, magics_class
+from IPython.core.magic import Magics, cell_magic, line_cell_magic, line_magic, magics_class, no_var_expand
 from traitlets import Bool, Enum, Float, Unicode
 
 from .display import DevicesView, HistoryView, StatusView, WaitingLine
@@ -385,6 +385,38 @@ class KrexMagics(Magics):
             return lines
         manager = "get_ipython().magics_manager.registry['KrexMagics']"
         return [f"await {manager}.exclusive_async({line!r}, {cell!r})\n"]
+
+    @no_var_expand
+    @line_cell_magic
+    def krex_measure(self, line: str, cell: str | None = None) -> Any:
+        """Measure a statement in an exclusive region; reads as ``%timeit`` does.
+
+        ::
+
+            %krex_measure [options] STATEMENT
+            %%krex_measure [options] [SETUP CODE, run once and untimed]
+            CODE
+
+        -d DEVICE, --device       cuda:0, hip:1, cpu or a UUID
+        -p P, --precision         wanted half-width of the median's 99% interval: 0.005 or 0.5% (the default)
+        -t S, --max-time          at most so many seconds in the region (1)
+        --cache cold|warm         overwrite the GPU's L2 before each call (cold), or not
+        --timer T                 auto, host, events, torch, cupy, numba
+        -l LABEL, --label         what others see while they wait; kept in the history
+        -o                        return the `Measurement`
+        -q                        show nothing
+        """
+        __tracebackhide__ = True
+        from .measure_magics import LONG_OPTIONS, SHORT_OPTIONS, measure_statement, parse_measure
+
+        given, rest = self.parse_options(
+            line, SHORT_OPTIONS, *LONG_OPTIONS, posix=False, strict=False, preserve_non_opts=True
+        )
+        statement = rest if cell is None else cell
+        if not statement.strip():
+            raise UsageError("%krex_measure: there is nothing to measure. Example: %krex_measure f(x)")
+        options = parse_measure(given, statement, self.device or None)
+        return measure_statement(self._shell, options, "" if cell is None else rest)
 
     @line_magic
     def krex(self, line: str) -> Any:

@@ -11,7 +11,7 @@ everything else is a duration.
 
 from __future__ import annotations
 
-from typing import Any, Literal, TypeAlias
+from typing import Annotated, Any, Literal, TypeAlias
 
 import msgspec
 
@@ -25,6 +25,8 @@ Gate: TypeAlias = Literal["driver-lock", "quiesce", "freeze", "observe"]
 Verdict: TypeAlias = Literal["clean", "suspect", "contended", "revoked", "unknown"]
 Vendor: TypeAlias = Literal["nvidia", "amd", "cpu"]
 Participants: TypeAlias = Literal["gpu", "all", "joined"]
+Number: TypeAlias = Annotated[int, msgspec.Meta(ge=-(2**53), le=2**53)]
+"""An integer of a client's: JSON knows larger ones, which neither browsers nor the encoder of an answer can take."""
 
 
 class Message(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", omit_defaults=False):
@@ -88,6 +90,8 @@ class OwnerEvidence(Part, frozen=True, kw_only=True):
     """None: no GPU context to synchronise; False: it was tried and failed."""
     sync_error: str = ""
     other_contexts: bool | None = None
+    pin_error: str = ""
+    """Why the measuring thread was not pinned though it should have been."""
     thread_pool_created: bool = False
     interrupted: bool = False
 
@@ -265,7 +269,7 @@ class Status(Message, frozen=True, kw_only=True, tag="status"):
 class Hello(Message, frozen=True, kw_only=True, tag="hello"):
     """First message of every connection. Identity is the socket's peer credentials, never these fields."""
 
-    version: int = PROTOCOL_VERSION
+    version: Number = PROTOCOL_VERSION
     role: Literal["participant", "server", "viewer"] = "participant"
     """participant: this process may be gated. server: a Jupyter server (protected). viewer: reads only."""
     label: str = ""
@@ -276,7 +280,7 @@ class Hello(Message, frozen=True, kw_only=True, tag="hello"):
 class Acquire(Message, frozen=True, kw_only=True, tag="acquire"):
     """Ask for a region. Answered by `Queued` (zero or more), then `Granted` or `Failed`."""
 
-    request_id: int
+    request_id: Number
     devices: tuple[str, ...]
     """UUIDs."""
     device_ids: tuple[str, ...] = ()
@@ -286,9 +290,9 @@ class Acquire(Message, frozen=True, kw_only=True, tag="acquire"):
     """0 means no limit, allowed only with ``cpu="share"``; None the configured default."""
     cpu: CpuPolicy = "auto"
     foreign: Foreign = "observe"
-    peers: tuple[int, ...] = ()
+    peers: tuple[Number, ...] = ()
     label: str = ""
-    tid: int = 0
+    tid: Number = 0
     """Thread that measures; it alone is pinned under `isolate`."""
 
 
@@ -306,7 +310,7 @@ class Confirm(Message, frozen=True, kw_only=True, tag="confirm"):
 class Release(Message, frozen=True, kw_only=True, tag="release"):
     """The region's end. Answered by `Released`, then the siblings go on."""
 
-    request_id: int
+    request_id: Number
     region_id: str
     owner: OwnerEvidence
 
@@ -314,20 +318,20 @@ class Release(Message, frozen=True, kw_only=True, tag="release"):
 class Cancel(Message, frozen=True, kw_only=True, tag="cancel"):
     """Leave the queue, or abandon an entry in progress. Answered by `Failed` with code `cancelled`."""
 
-    request_id: int
+    request_id: Number
 
 
 class End(Message, frozen=True, kw_only=True, tag="end"):
     """End a region or leave the queue on the owner's behalf: same uid, or root."""
 
-    request_id: int
+    request_id: Number
     region_id: str
 
 
 class Register(Message, frozen=True, kw_only=True, tag="register"):
     """A server registers one of its kernels; exactly one pidfd travels with the message."""
 
-    request_id: int
+    request_id: Number
     label: str = ""
     kernel_id: str = ""
     notebook: str = ""
@@ -336,23 +340,23 @@ class Register(Message, frozen=True, kw_only=True, tag="register"):
 class Ungate(Message, frozen=True, kw_only=True, tag="ungate"):
     """Thaw and unlock one process now, because a signal is about to be sent to it. Answered by `Done`."""
 
-    request_id: int
-    pid: int
+    request_id: Number
+    pid: Number
     why: str = "signal"
 
 
 class GetStatus(Message, frozen=True, kw_only=True, tag="get_status"):
     """Ask for a `Status`."""
 
-    request_id: int
-    recent: int = 20
+    request_id: Number
+    recent: Number = 20
 
 
 class GetHistory(Message, frozen=True, kw_only=True, tag="get_history"):
     """Ask for a `History`, newest first."""
 
-    request_id: int
-    limit: int = 100
+    request_id: Number
+    limit: Number = 100
     device: str = ""
     label: str = ""
     verdict: str = ""
@@ -363,20 +367,20 @@ class GetHistory(Message, frozen=True, kw_only=True, tag="get_history"):
 class GetReport(Message, frozen=True, kw_only=True, tag="get_report"):
     """Ask for one report by its region id: a `History` of one, or `Failed` with `not_found`."""
 
-    request_id: int
+    request_id: Number
     region_id: str
 
 
 class Subscribe(Message, frozen=True, kw_only=True, tag="subscribe"):
     """Ask for a `Status`, then an `Event` per change."""
 
-    request_id: int
+    request_id: Number
 
 
 class Ping(Message, frozen=True, kw_only=True, tag="ping"):
     """Is somebody there? Answered by `Pong`."""
 
-    request_id: int
+    request_id: Number
 
 
 # --- Coordinator to client ------------------------------------------------------------------------------------
@@ -418,6 +422,8 @@ class Granted(Message, frozen=True, kw_only=True, tag="granted"):
     cpu_policy: EffectiveCpuPolicy
     cores: tuple[int, ...] = ()
     """Cores to pin the measuring thread to (`isolate`); empty: do not pin."""
+    reserved: tuple[int, ...] = ()
+    """Every core that is reserved on this host, for whichever device: others are kept off them."""
     siblings: tuple[SiblingReport, ...] = ()
 
 

@@ -60,7 +60,8 @@ print("left", region.report.verdict, *[reason.code for reason in region.report.r
 """Holds a region until told to leave."""
 
 
-def _search_path() -> str:
+def search_path() -> str:
+    """``PYTHONPATH`` of a child that imports the package and these tests."""
     return os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
 
 
@@ -121,7 +122,7 @@ class Script:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
-            env={**os.environ, "PYTHONPATH": _search_path(), **(env or {})},
+            env={**os.environ, "PYTHONPATH": search_path(), **(env or {})},
             **popen,  # type: ignore[call-overload]
         )
         self._pending = b""
@@ -210,16 +211,21 @@ class Scripts:
         self.started.append(script)
         return script
 
-    def sibling(self, code: str = WAIT, label: str = "sibling", **options: object) -> Script:
+    def sibling(self, code: str = WAIT, label: str = "sibling", *arguments: str, **options: object) -> Script:
         """A participant, joined."""
-        script = self(code, label, **options)
+        script = self(code, label, *arguments, **options)
         assert script.line() == "joined"
         return script
 
-    def counting(self, label: str = "counter") -> tuple[Script, Counter]:
-        """A busy participant and its progress."""
+    def counter(self) -> Counter:
+        """Shared memory for a script's progress, closed at the end."""
         counter = Counter()
         self._counters.append(counter)
+        return counter
+
+    def counting(self, label: str = "counter") -> tuple[Script, Counter]:
+        """A busy participant and its progress."""
+        counter = self.counter()
         script = self(COUNT, label, str(counter.fd), pass_fds=(counter.fd,))
         assert script.line() == "joined"
         return script, counter

@@ -23,7 +23,9 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import mmap
 import os
+import signal
 import socket
 import threading
 import time
@@ -76,6 +78,7 @@ class SimulatedGpu:
         self._profiled = False
         self._busy_until_s = dict.fromkeys(self._devices, 0.0)
         stem = self._directory / str(os.getpid())
+        self._library = _map_library(self._directory)
         self._work = stem.with_suffix(".work").open("a", encoding="ascii", buffering=1)
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         _bind(self._listener, stem.with_suffix(".sock"))
@@ -232,7 +235,7 @@ class SimulatedBackend:
                 vendor="nvidia",
                 index=index,
                 memory_bytes=8 << 30,
-                gates=("driver-lock", "quiesce", "observe"),
+                gates=("driver-lock", "freeze", "observe"),
                 note="A simulated driver: for tests.",
             )
             for index in range(count)
@@ -272,6 +275,22 @@ def work_of(directory: Path | str, pid: int) -> list[Work]:
             device, started, ended = line.split()
             found.append(Work(pid, device, float(started), float(ended)))
     return found
+
+
+def _map_library(directory: Path) -> mmap.mmap:
+    """What has a context has the driver's library mapped, by which others tell it from what has not."""
+    with (directory / "libcuda.so.simulated").open("ab+") as library:
+        library.truncate(mmap.PAGESIZE)
+        return mmap.mmap(library.fileno(), mmap.PAGESIZE)
+
+
+class FreezingLock(SimulatedLock):
+    """The wrong order, for the test that shows that it is wrong: freeze, then lock."""
+
+    def lock(self, pid: int, timeout_s: float) -> int:
+        """As `DriverLock.lock`, on a process that it has just stopped."""
+        os.kill(pid, signal.SIGSTOP)
+        return super().lock(pid, timeout_s)
 
 
 def _bind(listener: socket.socket, path: Path) -> None:

@@ -29,6 +29,7 @@ from krex_jupyter.coordinator.verdict import Thresholds
 from krex_jupyter.display import SIGNS
 from krex_jupyter.magics import KrexMagics
 from krex_jupyter.runtime import command
+from krex_jupyter.runtime.statistics import Finding
 from krex_jupyter.server_ext import announcements, connection, routes
 from krex_jupyter.server_ext.extension import KrexExtension
 from tests.conftest import Place
@@ -161,6 +162,9 @@ def test_a_console_example_runs(block: Block, commands: dict[str, str], tmp_path
     assert asked, f"{block} is not marked: <!-- run --> or <!-- run: exit N -->"
     lines = [line[2:] for line in block.body.splitlines() if line.startswith("$ ")]
     assert lines
+    for other in blocks(block.page):
+        if other.marker.startswith("file: "):
+            (tmp_path / other.marker.removeprefix("file: ")).write_text(other.body, encoding="utf-8")
     for line in lines:
         run = subprocess.run(
             ["bash", "-c", line], env=commands, cwd=tmp_path, capture_output=True, text=True, timeout=60
@@ -262,6 +266,15 @@ def test_the_page_of_verdicts_names_the_reasons_that_the_code_can_say() -> None:
     assert documented == said
 
 
+def test_the_page_of_verdicts_names_the_reasons_that_a_measurement_adds() -> None:
+    said = set(get_args(get_type_hints(Finding)["code"]))
+    for call in calls("runtime/measure.py", "Reason"):
+        (code,) = (keyword.value for keyword in call.keywords if keyword.arg == "code")
+        if isinstance(code, ast.Constant):
+            said.add(code.value)
+    assert {code.strip("`") for code, *_ in table("verdicts.md", "Reasons that a measurement adds")} == said
+
+
 def test_the_page_of_verdicts_names_every_verdict_with_its_sign() -> None:
     (_, rows), *_ = tables(page_of("verdicts.md"))
     assert {verdict.strip("`"): sign for verdict, sign, _ in rows} == SIGNS
@@ -324,7 +337,9 @@ def test_the_page_of_the_command_line_has_every_option_of(name: str) -> None:
     assert documented == options(subcommands()[name])
 
 
-@pytest.mark.parametrize("name", ["serve", "demo", "bench overhead"])
+@pytest.mark.parametrize(
+    "name", ["serve", "demo", *(f"bench {name}" for name in choices(subcommands()["bench"]))]
+)
 def test_the_page_of_the_command_line_lists_the_options_of(name: str) -> None:
     first, *rest = name.split()
     parser = choices(subcommands()[first])[rest[0]] if rest else subcommands()[first]

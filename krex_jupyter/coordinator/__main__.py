@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import fcntl
 import logging
 import os
@@ -15,10 +16,12 @@ from typing import IO
 
 from krex_jupyter.errors import CoordinatorUnavailable
 from krex_jupyter.launch import detach, raise_descriptor_limit
-from krex_jupyter.locate import file_system, is_local, lock_directory
+from krex_jupyter.locate import file_system, is_local, lock_directory, user_directory
 
 from .settings import Settings
 
+NOT_SERVING = 3
+"""Exit code where no coordinator could be run: that of the whole command line for "no coordinator"."""
 _LOG_BYTES = 4 * 1024 * 1024
 """A log larger than this is begun anew."""
 
@@ -53,24 +56,36 @@ def add_arguments(found: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Serve as ``arguments`` say; returns the exit code."""
     raise_descriptor_limit()
+    for name in ("socket", "state_dir", "lock_dir", "config"):
+        # A daemon's directory is another than that of whoever typed a relative path.
+        path: Path | None = getattr(arguments, name)
+        setattr(arguments, name, None if path is None else path.absolute())
     try:
         if arguments.foreground:
             _serve(arguments, lambda: print(f"listening at {arguments.socket}", flush=True))
         else:
-            detach(lambda ready: _serve(arguments, ready))
+            detach(lambda ready: _serve(arguments, ready), failure=NOT_SERVING)
     except (OSError, CoordinatorUnavailable, TimeoutError, ValueError) as error:
         print(f"krex: {error}", file=sys.stderr)
-        return 1
+        return NOT_SERVING
     return 0
 
 
 def _serve(arguments: argparse.Namespace, ready: Callable[[], None]) -> None:
-    from .daemon import serve
-
     socket: Path = arguments.socket
     state: Path = arguments.state_dir or socket.parent
     state.mkdir(mode=0o700, parents=True, exist_ok=True)
-    only_one = _only_coordinator(state, socket)
+    socket.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    with contextlib.ExitStack() as locks:
+        # One coordinator per socket and one per journal, which may lie in different places.
+        for directory in sorted({state.resolve(), socket.parent.resolve()}):
+            locks.callback(os.close, _only_coordinator(directory, socket))
+        _serve_alone(arguments, socket, state, ready)
+
+
+def _serve_alone(arguments: argparse.Namespace, socket: Path, state: Path, ready: Callable[[], None]) -> None:
+    from .service import serve
+
     log = _open_log(state / "coordinator.log")
     settings = _settings(arguments)
 
@@ -93,22 +108,21 @@ def _serve(arguments: argparse.Namespace, ready: Callable[[], None]) -> None:
         )
     finally:
         socket.unlink(missing_ok=True)
-        os.close(only_one)
 
 
-def _only_coordinator(state: Path, socket: Path) -> int:
-    """The lock that makes this process the only coordinator of ``state``; raises where another has it."""
-    fd = os.open(state / "coordinator.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+def _only_coordinator(directory: Path, socket: Path) -> int:
+    """The lock that makes this process the only coordinator there; raises where another has it."""
+    fd = os.open(directory / "coordinator.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        other = os.read(fd, 64).decode(errors="replace").strip() or "of unknown pid"
+        other = os.read(fd, 4096).decode(errors="replace").strip() or "of unknown pid"
         os.close(fd)
         raise CoordinatorUnavailable(
-            f"a coordinator ({other}) serves {socket} already. Use it, or end it first: krex serve --stop"
+            f"a coordinator ({other}) runs in {directory} already. Use it, or end it first: krex serve --stop"
         ) from None
     os.ftruncate(fd, 0)
-    os.write(fd, f"pid {os.getpid()}\n".encode())
+    os.write(fd, f"pid {os.getpid()} at {socket}\n".encode())
     return fd
 
 
@@ -140,7 +154,7 @@ def _settings(arguments: argparse.Namespace) -> Settings:
 def _history_files(arguments: argparse.Namespace, state: Path) -> list[Path]:
     """Where the record may lie: the user's home if it is on a local file system, else beside the socket."""
     beside = state / "history.sqlite"
-    if arguments.state_dir is not None or "KREX_SOCKET" in os.environ or os.getuid() == 0:
+    if arguments.state_dir is not None or os.getuid() == 0 or arguments.socket.parent != user_directory():
         return [beside]
     home = Path(pwd.getpwuid(os.getuid()).pw_dir)
     if home.is_dir() and is_local(file_system(home)):

@@ -14,7 +14,6 @@ siblings that is the difference between a fraction of a millisecond and tens of 
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import functools
 import logging
 import os
@@ -25,7 +24,7 @@ import uuid
 from collections import deque
 from collections.abc import Callable
 from pathlib import Path
-from typing import IO, TYPE_CHECKING
+from typing import TYPE_CHECKING
 
 from krex_jupyter.identity import pid_of, read_stat, reference
 from krex_jupyter.protocol import (
@@ -36,10 +35,7 @@ from krex_jupyter.protocol import (
     Cancel,
     Confirm,
     DeviceEvidence,
-    DeviceInfo,
-    DeviceStatus,
     Done,
-    EffectiveCpuPolicy,
     End,
     Enter,
     Entered,
@@ -55,11 +51,9 @@ from krex_jupyter.protocol import (
     Heartbeat,
     Hello,
     History,
-    HolderStatus,
     Leave,
     Left,
     Message,
-    ParticipantStatus,
     Ping,
     Pong,
     ProcessRef,
@@ -74,12 +68,10 @@ from krex_jupyter.protocol import (
     Spare,
     Spared,
     StartLease,
-    Status,
     Subscribe,
     ToCoordinator,
     Undone,
     Ungate,
-    WaiterStatus,
     Waits,
     Warned,
     Watch,
@@ -89,9 +81,12 @@ from krex_jupyter.wire import WireError, close_all
 from krex_jupyter.workers import Workers
 
 from . import history as history_module
+from .admission import Host, bad_request, effective_policy, refusal
+from .device_locks import DeviceLocks
 from .device_watch import DeviceWatch, Look
 from .guardian_link import HEARTBEAT_S, LATE_S, GuardianLink
-from .peers import Connection, Participant, PeerRefused, has_ended, listen, new_codec
+from .peers import Connection, Participant, PeerRefused, has_ended, new_codec
+from .picture import Picture
 from .queue import Arbiter, Ticket
 from .regions import Region
 from .settings import Settings
@@ -110,6 +105,7 @@ heartbeat is noticed long before."""
 _EVIDENCE_BOUND_S = 0.5
 _REFRESH_S = 1.0
 _REFRESH_IDLE_S = 10.0
+_DYING_S = 0.01
 _ANSWER_TAKEN_S = 0.002
 """How long siblings are held back for an owner that does not say that it has its report."""
 _ANNOUNCE_S = 0.25
@@ -120,6 +116,8 @@ _WRITE_HISTORY_S = 0.5
 _SWITCH_INTERVAL_S = 0.0005
 """How long another thread of this process may keep the interpreter from the one that grants (default 5 ms)."""
 _MIN_CORES_TO_ISOLATE = 8
+_MESSAGES_PER_TURN = 8
+"""Messages of one connection that are handled in a row, however many it has sent."""
 
 
 class Coordinator:
@@ -143,7 +141,7 @@ class Coordinator:
         self._thresholds = settings.thresholds()
         self._devices = devices
         self._guardian = guardian
-        self._lock_directory = lock_directory
+        self._device_locks = DeviceLocks(lock_directory, f"pid {os.getpid()} at {socket_path}")
         self._driver_lock = driver_lock
         self._reserved_cores = reserved_cores
         self._system = system
@@ -162,16 +160,27 @@ class Coordinator:
         self._of_connection: dict[Connection, Region] = {}
         self._answered: dict[str, Region] = {}
         """Regions whose owner was sent its report and has not said yet that it has it."""
-        self._device_locks: dict[str, int] = {}
-        """Open lock files, by device."""
-        self._locked_devices: set[str] = set()
-        self._named_locks: set[str] = set()
-        """Devices whose lock file says that this process was the last to take it."""
         self._spares: dict[int, list[tuple[Connection, int]]] = {}
         self._recent: deque[RegionReport] = deque(maxlen=_RECENT)
         self._notices: deque[str] = deque(maxlen=20)
+        self._host = Host(
+            devices=devices.infos,
+            reserved_cores=reserved_cores,
+            foreign_allowed=not system if settings.allow_foreign is None else settings.allow_foreign,
+        )
+        self._picture = Picture(
+            socket=str(socket_path),
+            system=system,
+            settings=settings,
+            devices=devices,
+            guardian=guardian,
+            arbiter=self._arbiter,
+            regions=self._regions,
+            participants=self._participants,
+            recent=self._recent,
+            notices=self._notices,
+        )
         self._unwritten: list[RegionReport] = []
-        self._held_s: deque[float] = deque(maxlen=20)
         self._started_s = time.monotonic()
         self._beat_s = 0.0
         self._beats = 0
@@ -285,7 +294,10 @@ class Coordinator:
             self._flush(connection)
         if not mask & selectors.EVENT_READ:
             return
-        while not connection.closed:
+        # Only so many before others have their turn: the selector reports what is left at once.
+        for _ in range(_MESSAGES_PER_TURN):
+            if connection.closed:
+                return
             try:
                 received = connection.receive()
             except BlockingIOError:
@@ -323,7 +335,10 @@ class Coordinator:
         """A connection ended: closed by its peer, with its process, or by us."""
         if connection not in self._connections:
             return
-        died = has_ended(connection.peer.pidfd)
+        # A dying process closes its sockets a moment before it counts as ended.
+        died = has_ended(
+            connection.peer.pidfd, within_s=_DYING_S if connection in self._of_connection else 0.0
+        )
         self._connections.discard(connection)
         self._selector.unregister(connection)
         self._selector.unregister(connection.peer.pidfd)
@@ -367,7 +382,7 @@ class Coordinator:
             case Ungate():
                 self._on_ungate(connection, message)
             case GetStatus():
-                self._send(connection, self._status(connection, message.request_id, message.recent))
+                self._send_status(connection, message.request_id, message.recent)
             case GetHistory():
                 self._write_history()
                 self._history.find(
@@ -377,7 +392,7 @@ class Coordinator:
                 self._on_get_report(connection, message)
             case Subscribe():
                 connection.subscribed = True
-                self._send(connection, self._status(connection, message.request_id, _RECENT))
+                self._send_status(connection, message.request_id, _RECENT)
             case Ping():
                 self._send(connection, Pong(request_id=message.request_id))
 
@@ -434,17 +449,19 @@ class Coordinator:
         return participant
 
     def _tell_guardian(self, participant: Participant) -> None:
-        cores = sorted({core for cores in self._reserved_cores.values() for core in cores})
         self._guardian.send(
             Watch(
                 process=participant.process,
                 uid=participant.uid,
                 label=participant.label,
                 protected=participant.protected,
-                cores=() if participant.protected else tuple(cores),
+                cores=() if participant.protected else self._all_reserved(),
             ),
             fds=(participant.pidfd,),
         )
+
+    def _all_reserved(self) -> tuple[int, ...]:
+        return tuple(sorted({core for cores in self._reserved_cores.values() for core in cores}))
 
     def _guard_late(self, participant: Participant) -> None:
         """Bring regions that had nobody to gate to the guardian, now that there is somebody."""
@@ -539,13 +556,21 @@ class Coordinator:
 
     def _on_acquire(self, connection: Connection, acquire: Acquire) -> None:
         participant = connection.participant
-        problem = self._problem_with(connection, acquire)
-        if problem is not None or participant is None:
-            self._send(connection, problem or _bad(acquire, "a viewer cannot hold regions"))
+        if participant is None:
+            self._send(connection, bad_request(acquire, "a viewer cannot hold regions"))
+            return
+        if connection in self._of_connection:
+            self._send(
+                connection, bad_request(acquire, "this connection has a region already; open another one")
+            )
+            return
+        problem = refusal(acquire, self._host)
+        if problem is not None:
+            self._send(connection, problem)
             return
         now_s = time.monotonic()
         infos = tuple(self._devices.info_of(name) for name in acquire.devices)
-        policy = self._effective_policy(acquire, infos)
+        policy = effective_policy(acquire, self._host)
         wanted_s = self._settings.max_hold_s if acquire.max_hold_s is None else acquire.max_hold_s
         timeout_s = self._settings.timeout_s if acquire.timeout_s is None else acquire.timeout_s
         ticket = Ticket(
@@ -573,55 +598,6 @@ class Coordinator:
             self._guardian.send(Waits(process=participant.process))
             self._event("queued", participant, region)
 
-    def _problem_with(self, connection: Connection, acquire: Acquire) -> Failed | None:
-        if connection in self._of_connection:
-            return _bad(acquire, "this connection has a region already; open another one")
-        if not acquire.devices or len(set(acquire.devices)) != len(acquire.devices):
-            return _bad(acquire, "a region names at least one device, and none twice")
-        if acquire.device_ids and len(acquire.device_ids) != len(acquire.devices):
-            return _bad(acquire, "device_ids and devices must go together")
-        for bound_s in (acquire.timeout_s, acquire.max_hold_s):
-            if bound_s is not None and not 0 <= bound_s < float("inf"):
-                return _bad(acquire, f"a time must be a number of seconds, 0 or more, not {bound_s}")
-        known = {info.uuid: info for info in self._devices.infos}
-        for name in acquire.devices:
-            if name not in known:
-                here = ", ".join(known) or "none"
-                return Failed(
-                    request_id=acquire.request_id,
-                    code="device_not_found",
-                    detail=f"This host has no device {name!r}. It has: {here}.",
-                )
-        if acquire.cpu == "isolate":
-            if any(known[name].vendor == "cpu" for name in acquire.devices):
-                return Failed(
-                    request_id=acquire.request_id,
-                    code="unsupported",
-                    detail="cpu='isolate' makes no sense on the cpu device, where every core is measured; use 'freeze'",
-                )
-            if not any(self._reserved_cores.get(name) for name in acquire.devices):
-                return Failed(
-                    request_id=acquire.request_id,
-                    code="unsupported",
-                    detail=f"cpu='isolate' needs at least {_MIN_CORES_TO_ISOLATE} usable cores. Use cpu='freeze'.",
-                )
-        allowed = self._settings.allow_foreign
-        if acquire.foreign == "gate" and not (not self._system if allowed is None else allowed):
-            return Failed(
-                request_id=acquire.request_id,
-                code="not_permitted",
-                detail="foreign='gate' is not allowed here; ask the administrator to set allow_foreign = true",
-            )
-        if acquire.max_hold_s == 0 and acquire.cpu != "share":
-            return _bad(acquire, "max_hold=0 (no limit) is allowed only with cpu='share', which stops nobody")
-        return None
-
-    def _effective_policy(self, acquire: Acquire, infos: tuple[DeviceInfo, ...]) -> EffectiveCpuPolicy:
-        if acquire.cpu != "auto":
-            return acquire.cpu
-        reserved = all(self._reserved_cores.get(info.uuid) for info in infos)
-        return "isolate" if reserved else "freeze"
-
     def _pump(self) -> None:
         """Let time-outs pass and start what may start."""
         now_s = time.monotonic()
@@ -632,14 +608,14 @@ class Coordinator:
         for ticket in late:
             region = self._regions[ticket.region_id]
             waited_s = now_s - ticket.submitted_s
-            self._fail(region, "wait_timeout", f"waited {waited_s:.1f} s. {self._waits_for(region)}")
+            self._fail(region, "wait_timeout", f"waited {waited_s:.1f} s. {self._picture.waits_for(region)}")
         if late:
             # Whoever gave up may have kept others waiting, and nothing else would wake us for them.
             self._start_what_may(now_s, gated)
         wake_s = self._arbiter.wake_s(now_s, gated)
         self._pump_s = float("inf") if wake_s is None else wake_s
         self._announce()
-        self._release_device_locks()
+        self._device_locks.give_back(lambda name: self._arbiter.holder(name) is None)
         self._status_changed()
 
     def _start_what_may(self, now_s: float, gated: set[str]) -> None:
@@ -666,7 +642,7 @@ class Coordinator:
         positions = self._arbiter.positions()
         for region_id, position in positions.items():
             region = self._regions[region_id]
-            holder = self._holder_of(region)
+            holder = self._picture.holder_of(region)
             news = (position, holder.region_id if holder is not None else "")
             if news == region.announced:
                 continue
@@ -681,41 +657,10 @@ class Coordinator:
                     request_id=region.acquire.request_id,
                     region_id=region_id,
                     position=position,
-                    waits_for=self._waits_for(region),
-                    eta_s=self._eta_s(region, position),
+                    waits_for=self._picture.waits_for(region),
+                    eta_s=self._picture.eta_s(region, position),
                 ),
             )
-
-    def _holder_of(self, region: Region) -> Region | None:
-        for resource in region.ticket.resources:
-            ticket = self._arbiter.holder(resource)
-            if ticket is not None:
-                return self._regions.get(ticket.region_id)
-        return None
-
-    def _waits_for(self, region: Region) -> str:
-        holder = self._holder_of(region)
-        names = ", ".join(region.acquire.device_ids or region.acquire.devices)
-        if holder is None:
-            if not self._guardian.ready:
-                return f"{names} is free; waiting for the guardian to be ready."
-            return f"{names} is free; waiting for the pause that lets work outside regions go on."
-        who = (
-            holder.participant.notebook or holder.participant.label or f"pid {holder.participant.process.pid}"
-        )
-        if holder.phase == "entering":
-            return f"{names} goes to {who} (pid {holder.participant.process.pid}), which is about to hold it."
-        held_s = time.monotonic() - holder.granted_s
-        left = f", ends by itself after {holder.max_hold_s:g} s" if holder.max_hold_s else ""
-        return f"{names} is held by {who} (pid {holder.participant.process.pid}) for {held_s:.1f} s{left}."
-
-    def _eta_s(self, region: Region, position: int) -> float | None:
-        if not self._held_s:
-            return None
-        mean_s = sum(self._held_s) / len(self._held_s)
-        holder = self._holder_of(region)
-        running_s = max(mean_s - (time.monotonic() - holder.granted_s), 0.0) if holder is not None else 0.0
-        return running_s + (position - 1) * mean_s
 
     def _fail(self, region: Region, code: str, detail: str) -> None:
         """A request comes to nothing."""
@@ -780,11 +725,17 @@ class Coordinator:
         region.entering_s = now_s
         region.epoch = self._arbiter.epoch
         self._last_region_s = now_s
-        other = self._lock_devices(region)
-        if other:
-            self._fail(region, "other_coordinator", other)
-            self._arbiter.finish(region.region_id, now_s)
-            return
+        for info in region.devices:
+            other = self._device_locks.take(info.uuid)
+            if other:
+                self._fail(
+                    region,
+                    "other_coordinator",
+                    f"{info.uuid} is held through another coordinator ({other}). "
+                    f"Use that one: unset KREX_SOCKET, or set it to the same path everywhere.",
+                )
+                self._arbiter.finish(region.region_id, now_s)
+                return
         if region.cpu_policy == "isolate":
             region.cores = tuple(
                 sorted(core for info in region.devices for core in self._reserved_cores.get(info.uuid, ()))
@@ -866,38 +817,6 @@ class Coordinator:
             if r.participant is participant and r.occupies
         )
 
-    def _lock_devices(self, region: Region) -> str:
-        """Take the lock file of each device; returns who has it otherwise."""
-        for info in region.devices:
-            if info.uuid in self._locked_devices:
-                continue
-            fd = self._device_locks.get(info.uuid)
-            if fd is None:
-                fd = self._device_locks[info.uuid] = _open_device_lock(
-                    self._lock_directory / f"{info.uuid}.lock"
-                )
-            try:
-                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                other = os.pread(fd, 4096, 0).decode(errors="replace").strip()
-                self._named_locks.discard(info.uuid)
-                return (
-                    f"{info.uuid} is held through another coordinator ({other or 'it left no name'}). "
-                    f"Use that one: unset KREX_SOCKET, or set it to the same path everywhere."
-                )
-            self._locked_devices.add(info.uuid)
-            if info.uuid not in self._named_locks:
-                # Once, not per region: whoever finds the file locked reads there by whom.
-                os.ftruncate(fd, 0)
-                os.pwrite(fd, f"pid {os.getpid()} at {self._socket_path}\n".encode(), 0)
-                self._named_locks.add(info.uuid)
-        return ""
-
-    def _release_device_locks(self) -> None:
-        for name in [name for name in self._locked_devices if self._arbiter.holder(name) is None]:
-            fcntl.flock(self._device_locks[name], fcntl.LOCK_UN)
-            self._locked_devices.discard(name)
-
     def _on_entered(self, message: Entered) -> None:
         region = self._regions.get(message.region_id)
         if region is not None and region.phase in ("granted", "held", "leaving") and not message.error:
@@ -936,6 +855,7 @@ class Coordinator:
                 max_hold_s=region.max_hold_s,
                 cpu_policy=region.cpu_policy,
                 cores=region.cores,
+                reserved=self._all_reserved(),
                 siblings=region.siblings,
             ),
         )
@@ -1010,6 +930,19 @@ class Coordinator:
                 ),
             )
             return
+        if region.phase not in ("granted", "held", "revoked"):
+            still = (
+                "is being released" if region.phase == "leaving" else "is not held yet; cancel its request"
+            )
+            self._send(
+                connection,
+                Failed(
+                    request_id=message.request_id,
+                    code="bad_request",
+                    detail=f"region {message.region_id} {still}",
+                ),
+            )
+            return
         region.released_s = time.monotonic()
         region.release_request = message.request_id
         region.owner = message.owner
@@ -1050,6 +983,7 @@ class Coordinator:
         )
         if uuid in region.due:
             self._arrived(region, uuid)
+        self._note_contexts()
 
     def _arrived(self, region: Region, what: str) -> None:
         region.due.discard(what)
@@ -1067,7 +1001,7 @@ class Coordinator:
         self._regions.pop(region.region_id, None)
         self._of_connection.pop(region.connection, None)
         self._send(region.connection, Released(request_id=region.release_request, report=report))
-        self._held_s.append(report.held_s)
+        self._picture.note_held(report.held_s)
         if region.phase == "leaving" and region.guarded:
             self._answered[region.region_id] = region
             self._timers.at(time.monotonic() + _ANSWER_TAKEN_S, lambda: self._let_go(region.region_id))
@@ -1211,12 +1145,17 @@ class Coordinator:
             return
 
         def arrived(libraries: dict[int, bool]) -> None:
+            self._note_contexts()
             for participant in self._participants.values():
-                participant.contexts = self._watch.contexts(participant.process.pid)
                 if participant.process.pid in libraries:
                     participant.gpu_library = libraries[participant.process.pid]
 
         self._watch.refresh(unknown, arrived)
+
+    def _note_contexts(self) -> None:
+        """Whose contexts are where, as of the last look at each device."""
+        for participant in self._participants.values():
+            participant.contexts = self._watch.contexts(participant.process.pid)
 
     def _notice(self, text: str) -> None:
         _log.warning("%s", text)
@@ -1258,15 +1197,17 @@ class Coordinator:
         if self._status_due or not any(connection.subscribed for connection in self._connections):
             return
         self._status_due = True
-        self._timers.at(time.monotonic() + _STATUS_EVENT_S, self._send_status)
+        self._timers.at(time.monotonic() + _STATUS_EVENT_S, self._broadcast_status)
 
-    def _send_status(self) -> None:
+    def _broadcast_status(self) -> None:
         self._status_due = False
         for connection in list(self._connections):
             if connection.subscribed:
-                self._send(
-                    connection, Event(kind="status", at=time.time(), status=self._status(connection, 0, 0))
-                )
+                status = self._picture.status(0, 0, self._only_uid(connection))
+                self._send(connection, Event(kind="status", at=time.time(), status=status))
+
+    def _send_status(self, connection: Connection, request_id: int, recent: int) -> None:
+        self._send(connection, self._picture.status(request_id, recent, self._only_uid(connection)))
 
     def _only_uid(self, connection: Connection) -> int | None:
         """Whose records a connection may see: everybody's where there is one user, else its own."""
@@ -1298,173 +1239,6 @@ class Coordinator:
             self._workers.post(lambda: self._send(connection, answer))
 
         self._history.find_one(message.region_id, self._only_uid(connection), found)
-
-    def _status(self, connection: Connection, request_id: int, recent: int) -> Status:
-        now_s = time.monotonic()
-        positions = self._arbiter.positions()
-        may_see = self._only_uid(connection)
-        reports = [report for report in self._recent if may_see in (None, report.uid)]
-        return Status(
-            request_id=request_id,
-            coordinator_pid=os.getpid(),
-            guardian_pid=self._guardian.pid,
-            system=self._system,
-            socket=str(self._socket_path),
-            uptime_s=now_s - self._started_s,
-            devices=tuple(self._device_status(info, positions, now_s) for info in self._devices.infos),
-            participants=tuple(self._participant_status(p, now_s) for p in self._participants.values()),
-            recent=tuple(reports[:recent]),
-            notices=tuple(self._notices),
-        )
-
-    def _device_status(self, info: DeviceInfo, positions: dict[str, int], now_s: float) -> DeviceStatus:
-        ticket = self._arbiter.holder(info.uuid)
-        holder = None if ticket is None else self._regions.get(ticket.region_id)
-        queue = [
-            WaiterStatus(
-                pid=region.participant.process.pid,
-                uid=region.participant.uid,
-                label=region.acquire.label or region.participant.label,
-                notebook=region.participant.notebook,
-                devices=region.ticket.devices,
-                position=position,
-                waited_s=now_s - region.ticket.submitted_s,
-                eta_s=self._eta_s(region, position),
-                waits_for=self._waits_for(region),
-                region_id=region_id,
-            )
-            for region_id, position in positions.items()
-            if info.uuid in (region := self._regions[region_id]).ticket.devices
-        ]
-        return DeviceStatus(
-            device=info,
-            holder=None if holder is None else self._holder_status(holder, now_s),
-            queue=tuple(queue),
-        )
-
-    def _holder_status(self, region: Region, now_s: float) -> HolderStatus:
-        held_s = now_s - region.granted_s if region.granted_s else 0.0
-        gated = sum(sibling.gate != "observe" for sibling in region.all_siblings)
-        notice = f"held for {held_s:.0f} s" if held_s > self._settings.notice_s else ""
-        return HolderStatus(
-            region_id=region.region_id,
-            epoch=region.epoch,
-            pid=region.participant.process.pid,
-            uid=region.participant.uid,
-            label=region.acquire.label or region.participant.label,
-            notebook=region.participant.notebook,
-            devices=region.ticket.devices,
-            cpu_policy=region.cpu_policy,
-            phase="held" if region.phase == "granted" else region.phase,  # type: ignore[arg-type]
-            held_s=held_s,
-            remaining_s=max(region.max_hold_s - held_s, 0.0) if region.max_hold_s else None,
-            siblings_gated=gated,
-            siblings_observed=len(region.all_siblings) - gated,
-            notice=notice,
-        )
-
-    def _participant_status(self, participant: Participant, now_s: float) -> ParticipantStatus:
-        state, paused_by, paused_s = "running", "", 0.0
-        for region in self._regions.values():
-            if region.participant is participant and region.occupies:
-                state = "holding"
-                break
-            if region.participant is participant and region.phase == "queued":
-                state = "queued"
-            for sibling in region.all_siblings:
-                if region.occupies and sibling.pid == participant.process.pid and sibling.gate != "observe":
-                    paused_by, paused_s = region.region_id, now_s - region.granted_s
-        if paused_by and state == "running":
-            state = "paused"
-        return ParticipantStatus(
-            pid=participant.process.pid,
-            uid=participant.uid,
-            label=participant.label,
-            kernel_id=participant.kernel_id,
-            notebook=participant.notebook,
-            joined=participant.joined,
-            gpu_library=participant.gpu_library,
-            state=state,  # type: ignore[arg-type]  # one of the four literals above
-            paused_by=paused_by,
-            paused_s=paused_s,
-            protected=participant.protected,
-        )
-
-
-def serve(
-    *,
-    socket_path: Path,
-    settings: Settings,
-    state_directory: Path,
-    lock_directory: Path,
-    history_files: list[Path],
-    driver: str,
-    backends: tuple[str, ...],
-    log: IO[str],
-    ready: Callable[[], None],
-    install_leave: Callable[[Callable[[], None]], None],
-) -> None:
-    """Become the coordinator at ``socket_path`` and serve until told to leave.
-
-    Replays what an earlier guardian left behind before anybody is accepted. Raises `OSError`, `TimeoutError`.
-    """
-    guardian = GuardianLink(state_directory / "journal", driver, log)
-    guardian.start()
-    early: list[FromGuardian] = []
-    try:
-        if guardian.owes_replay:
-            early = list(guardian.wait_ready(5.0))
-        from krex_jupyter.devices import discover
-        from krex_jupyter.enforcement.cpus import read_topology, reserve
-
-        devices = discover(backends)
-        gpus = [info for info in devices.infos if info.vendor != "cpu"]
-        cores = reserve(read_topology(), dict.fromkeys(info.uuid for info in gpus)) if gpus else {}
-        coordinator = Coordinator(
-            socket_path=socket_path,
-            settings=settings,
-            devices=devices,
-            guardian=guardian,
-            history_files=history_files,
-            lock_directory=lock_directory,
-            driver_lock=_driver_lock_works(devices, state_directory, simulated=bool(driver)),
-            reserved_cores=cores,
-            system=os.getuid() == 0 and socket_path.parent == Path("/run/krex"),
-        )
-        install_leave(coordinator.leave)
-        listener = listen(socket_path)
-    except BaseException:
-        guardian.dismiss()
-        raise
-    ready()
-    for message in early:
-        coordinator.on_guardian_message(message)
-    coordinator.run(listener)
-
-
-def _driver_lock_works(devices: Devices, state_directory: Path, *, simulated: bool) -> bool:
-    """Whether NVIDIA siblings can be locked; a refusal is noted on the devices."""
-    nvidia = [info for info in devices.infos if info.vendor == "nvidia"]
-    if not nvidia or not any("driver-lock" in info.gates for info in nvidia):
-        return False
-    if simulated:
-        return True
-    from krex_jupyter.devices.nvidia import NvidiaBackend
-    from krex_jupyter.enforcement.driver_lock import probe
-
-    version = NvidiaBackend().driver_version() or "unknown"
-    reason = probe(version, state_directory / "driver-lock.json")
-    if reason:
-        devices.withdraw_gate("nvidia", "driver-lock", reason)
-    return not reason
-
-
-def _open_device_lock(path: Path) -> int:
-    return os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-
-
-def _bad(acquire: Acquire, detail: str) -> Failed:
-    return Failed(request_id=acquire.request_id, code="bad_request", detail=detail)
 
 
 def _uid_of(pid: int) -> int:

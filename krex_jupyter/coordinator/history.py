@@ -40,15 +40,20 @@ _BATCH = 200
 class History:
     """Stores and finds reports. Without a usable file it keeps them in memory, and says so."""
 
-    def __init__(self, candidates: list[Path], notice: Callable[[str], None]) -> None:
+    def __init__(
+        self, candidates: list[Path], notice: Callable[[str], None], *, keep_reports: int = KEEP_REPORTS
+    ) -> None:
         """Start the thread.
 
         Args:
             candidates: files to try, best first.
             notice: called, from the history's thread, with what somebody should know.
+            keep_reports: the newest so many are kept, give or take one batch.
         """
         self._candidates = candidates
-        self._notice = notice
+        self._tell = notice
+        self._told: set[str] = set()
+        self._keep_reports = keep_reports
         self._work: queue.SimpleQueue[Callable[[sqlite3.Connection], None] | RegionReport | None] = (
             queue.SimpleQueue()
         )
@@ -69,8 +74,9 @@ class History:
         conditions: list[str] = ["started_at >= ?"]
         values: list[str | float | int] = [wanted.since]
         if wanted.device:
-            conditions.append("device LIKE ? || '%'")
-            values.append(wanted.device)
+            # Not LIKE: a name may hold its wildcards.
+            conditions.append("substr(device, 1, length(?)) = ?")
+            values += [wanted.device, wanted.device]
         if wanted.label:
             conditions.append("label = ?")
             values.append(wanted.label)
@@ -104,10 +110,27 @@ class History:
         )
 
         def run(database: sqlite3.Connection) -> None:
-            rows = database.execute(statement, [*values, limit]).fetchall()
-            then([self._decoder.decode(row[0]) for row in rows])
+            # Whoever asks gets an answer, also from a file that has gone bad.
+            rows: list[tuple[bytes]] = []
+            try:
+                rows = database.execute(statement, [*values, limit]).fetchall()
+            except sqlite3.Error as error:
+                self._notice(f"the history could not be read ({error}); regions go on without it")
+            found: list[RegionReport] = []
+            for (body,) in rows:
+                try:
+                    found.append(self._decoder.decode(body))
+                except msgspec.MsgspecError as error:
+                    self._notice(f"the history has reports that cannot be read ({error}); they are left out")
+            then(found)
 
         self._work.put(run)
+
+    def _notice(self, text: str) -> None:
+        """Say something, once."""
+        if text not in self._told:
+            self._told.add(text)
+            self._tell(text)
 
     def _serve(self) -> None:
         database = self._open()
@@ -120,19 +143,20 @@ class History:
                 if len(batch) >= _BATCH or self._work.empty():
                     break
                 item = self._work.get()
-            try:
-                if batch:
+            if batch:
+                # What came behind the batch (a question, the end) is served whether or not it can be written.
+                try:
                     self._insert(database, batch)
                     added += len(batch)
                     if added >= _BATCH:
                         added = 0
                         self._prune(database)
-                if item is None:
-                    break
-                if not isinstance(item, RegionReport):
-                    item(database)
-            except (sqlite3.Error, msgspec.DecodeError, msgspec.ValidationError) as error:
-                self._notice(f"the history could not be used ({error}); regions go on without it")
+                except sqlite3.Error as error:
+                    self._notice(f"the history could not be written ({error}); regions go on without it")
+            if item is None:
+                break
+            if not isinstance(item, RegionReport):
+                item(database)
         with contextlib.suppress(sqlite3.Error):
             database.close()
 
@@ -159,7 +183,7 @@ class History:
             database.execute(
                 "DELETE FROM report WHERE region_id IN "
                 "(SELECT region_id FROM report ORDER BY started_at DESC LIMIT -1 OFFSET ?)",
-                [KEEP_REPORTS],
+                [self._keep_reports],
             )
 
     def _open(self) -> sqlite3.Connection:
@@ -176,6 +200,7 @@ class History:
 def _open_file(path: Path) -> sqlite3.Connection:
     database = sqlite3.connect(path, timeout=_BUSY_TIMEOUT_S)
     try:
+        _check_schema(database)
         database.execute("PRAGMA journal_mode = WAL")
         database.execute("PRAGMA synchronous = NORMAL")
         return _prepare(database)
@@ -184,12 +209,15 @@ def _open_file(path: Path) -> sqlite3.Connection:
         raise
 
 
-def _prepare(database: sqlite3.Connection) -> sqlite3.Connection:
+def _check_schema(database: sqlite3.Connection) -> None:
     found = int(database.execute("PRAGMA user_version").fetchone()[0])
     if found > SCHEMA_VERSION:
         raise sqlite3.DatabaseError(
             f"it has schema {found}, made by a newer KREX; this one knows {SCHEMA_VERSION}"
         )
+
+
+def _prepare(database: sqlite3.Connection) -> sqlite3.Connection:
     with database:
         database.executescript(_SCHEMA)
         database.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")

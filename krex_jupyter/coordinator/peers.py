@@ -17,12 +17,14 @@ from pathlib import Path
 from krex_jupyter.identity import pid_of, reference
 from krex_jupyter.locate import short_address
 from krex_jupyter.protocol import Hello, Message, ProcessRef, ToCoordinator
-from krex_jupyter.wire import Codec, WireError, close_all, coordinator_side, receive_packet
+from krex_jupyter.wire import MAX_ANSWER_BYTES, Codec, WireError, close_all, coordinator_side, receive_packet
 
 _SO_PEERPIDFD = 77
 """Linux 6.5; Python 3.11 has no constant for it."""
 _MAX_OUTGOING = 10_000
 """Packets queued for a peer that does not read, before it is cut off."""
+_MAX_OUTGOING_BYTES = MAX_ANSWER_BYTES
+"""The same in bytes: one whole answer of the largest kind."""
 
 
 class PeerRefused(ConnectionError):
@@ -73,6 +75,7 @@ class Connection:
         self.socket = accepted
         self._codec = codec
         self._outgoing: deque[bytes] = deque()
+        self._outgoing_bytes = 0
         self.hello: Hello | None = None
         self.participant: Participant | None = None
         self.subscribed = False
@@ -112,7 +115,9 @@ class Connection:
         """Send, or queue what does not fit; False where the peer is to be cut off because it never reads."""
         if self.closed:
             return True
-        self._outgoing.extend(self._codec.packets(message))
+        for packet in self._codec.packets(message):
+            self._outgoing.append(packet)
+            self._outgoing_bytes += len(packet)
         return self.flush()
 
     def flush(self) -> bool:
@@ -121,12 +126,13 @@ class Connection:
             try:
                 self.socket.send(self._outgoing[0])
             except BlockingIOError:
-                return len(self._outgoing) <= _MAX_OUTGOING
+                return len(self._outgoing) <= _MAX_OUTGOING and self._outgoing_bytes <= _MAX_OUTGOING_BYTES
             except OSError:
                 # The end of the connection is read, and handled, on the receiving side.
                 self._outgoing.clear()
+                self._outgoing_bytes = 0
                 return True
-            self._outgoing.popleft()
+            self._outgoing_bytes -= len(self._outgoing.popleft())
         return True
 
     @property
@@ -178,8 +184,8 @@ def _credentials(accepted: socket.socket) -> Credentials:
     return Credentials(process, uid, pidfd)
 
 
-def has_ended(pidfd: int) -> bool:
-    """Whether the process behind a pidfd has ended."""
+def has_ended(pidfd: int, within_s: float = 0.0) -> bool:
+    """Whether the process behind a pidfd has ended, or does so within a moment."""
     poller = select.poll()
     poller.register(pidfd, select.POLLIN)
-    return bool(poller.poll(0))
+    return bool(poller.poll(within_s * 1e3))

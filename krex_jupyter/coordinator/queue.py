@@ -65,6 +65,9 @@ class _Resource:
 
     holder: str = ""
     last_participant: str = ""
+    started_s: float = float("-inf")
+    """When the present holder started. From then on siblings do not rest: at a hand-off they stay gated from one
+    region to the next, and else they are being gated."""
     gated: bool = False
     """The present holder gates somebody."""
     burst_started_s: float = float("-inf")
@@ -93,6 +96,16 @@ class _Duty:
     level: float
     at_s: float = float("-inf")
     frozen: bool = False
+    begun: tuple[float, float] = (float("-inf"), 0.0)
+    """When the present freezing region started, and the level then."""
+
+    def begin(self) -> None:
+        """A region that may freeze starts now (as of the last `advance`)."""
+        self.begun = (self.at_s, self.level)
+
+    def froze_since_begin(self) -> None:
+        """It did freeze, so what `advance` took for rest since its start was none."""
+        self.at_s, self.level = self.begun
 
     def advance(self, now_s: float) -> None:
         """Account for the time since the last call."""
@@ -158,20 +171,25 @@ class Arbiter:
                     resource = self._resource(name)
                     resource.holder = ticket.region_id
                     resource.last_participant = ticket.participant
+                    resource.started_s = now_s
                     resource.gated = False
+                if ticket.freezes:
+                    self._duty.begin()
                 return ticket
         return None
 
     def note_gated(self, region_id: str, now_s: float, *, frozen: bool) -> None:
         """A held region gates somebody from now on, and, if ``frozen``, has frozen somebody."""
         ticket = self.held[region_id]
+        first = not self._resource(ticket.resources[0]).gated
         for name in ticket.resources:
             resource = self._resource(name)
             if resource.gated:
                 continue
-            rested_s = resource.rested_s + (now_s - resource.gated_until_s)
+            start_s = resource.started_s
+            rested_s = resource.rested_s + (start_s - resource.gated_until_s)
             # The second is the same sum as in `rest_until_s`: a difference may round to less than the gap kept.
-            if rested_s >= self.limits.gap_s or now_s >= resource.rest_until_s(self.limits) > float("-inf"):
+            if rested_s >= self.limits.gap_s or start_s >= resource.rest_until_s(self.limits) > float("-inf"):
                 resource.burst_started_s = now_s
                 resource.burst_regions = 0
                 rested_s = 0.0
@@ -179,7 +197,10 @@ class Arbiter:
             resource.gated = True
             resource.burst_regions += 1
         if frozen and ticket.freezes:
-            self._duty.advance(now_s)
+            if first:
+                self._duty.froze_since_begin()
+            else:
+                self._duty.advance(now_s)
             self._duty.frozen = True
 
     def finish(self, region_id: str, now_s: float) -> Ticket | None:

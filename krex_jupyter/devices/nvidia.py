@@ -120,6 +120,22 @@ class NvidiaBackend:
         parent = self._read(nvml.nvmlDeviceGetUUID, handle)
         return None if parent is None else _text(parent)
 
+    def clock_mhz(self, uuid: str) -> float | None:
+        """The SM clock now; None where it could not be read."""
+        nvml, handle = self._nvml(), self._handle(uuid)
+        if nvml is None or handle is None:
+            return None
+        clock = self._read(nvml.nvmlDeviceGetClockInfo, handle, nvml.NVML_CLOCK_SM)
+        return None if clock is None else float(clock)
+
+    def temperature_c(self, uuid: str) -> float | None:
+        """The GPU's temperature now; None where it could not be read."""
+        nvml, handle = self._nvml(), self._handle(uuid)
+        if nvml is None or handle is None:
+            return None
+        degrees = self._read(nvml.nvmlDeviceGetTemperature, handle, nvml.NVML_TEMPERATURE_GPU)
+        return None if degrees is None else float(degrees)
+
     def numa_node(self, uuid: str) -> int | None:
         """The NUMA node that the device hangs on; None where the machine does not say."""
         nvml, handle = self._nvml(), self._handle(uuid)
@@ -196,12 +212,12 @@ def _gates() -> tuple[tuple[Gate, ...], str]:
         libcuda = ctypes.CDLL("libcuda.so.1")
     except OSError:
         return (
-            "quiesce",
+            "freeze",
             "observe",
         ), "libcuda.so.1 is not installed here, so the driver's lock cannot be used."
     if hasattr(libcuda, _LOCK_SYMBOL):
-        return ("driver-lock", "quiesce", "observe"), ""
-    return ("quiesce", "observe"), "This driver has no process lock: install driver 570 or later (CUDA 12.8)."
+        return ("driver-lock", "freeze", "observe"), ""
+    return ("freeze", "observe"), "This driver has no process lock: install driver 570 or later (CUDA 12.8)."
 
 
 def _in_initial_pid_namespace() -> bool:

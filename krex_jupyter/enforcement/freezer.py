@@ -41,6 +41,7 @@ class Frozen:
 def freeze(
     wanted: Iterable[ProcessHandle],
     *,
+    first: Iterable[ProcessHandle] = (),
     announce: Announce,
     newborn: Callable[[list[ProcessHandle]], list[ProcessHandle]],
     freeze_s: float,
@@ -51,6 +52,8 @@ def freeze(
 
     Args:
         wanted: in the order in which they are to be stopped.
+        first: those that must be seen standing before any of ``wanted`` is asked to stop. A shell whose job stops
+            before it does itself takes the terminal back, and it may do so between its signal and its stop.
         announce: writes down what is about to be stopped.
         newborn: given processes that stand still, returns those of their children that are to be stopped too
             and are not known yet.
@@ -58,12 +61,15 @@ def freeze(
         verify_s: bound for one generation to be seen standing.
         beat: called while waiting, so that the caller can show that it lives.
 
-    Blocks for at most ``freeze_s`` plus ``verify_s``.
+    Blocks for at most ``freeze_s`` plus twice ``verify_s``.
     """
     result = Frozen()
     give_up_s = time.monotonic() + freeze_s
-    generation = list(wanted)
-    while generation:
+    later = list(wanted)
+    generation = list(first)
+    while generation or later:
+        if not generation:
+            generation, later = later, []
         announce(generation)
         for handle in list(generation):
             try:

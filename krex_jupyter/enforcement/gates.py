@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
 
 from krex_jupyter.protocol import ProcessRef
@@ -39,6 +39,8 @@ LOCK_S = 5.0
 FREEZE_S = 0.5
 VERIFY_S = 0.2
 
+_SILENT_S = LOCK_S + 1.0
+"""A lock call that has not returned by then, whatever its time-out, is not waited for any longer."""
 _SLICE_S = 0.4
 """One lock call. An abandoned region waits for the end of a slice only, and its siblings are free within 1 s."""
 
@@ -51,7 +53,7 @@ RC_GONE = 304
 RC_NOT_AS_EXPECTED = 401
 RC_NOT_READY = 600
 RC_STOPPED = -1
-"""Ours, not the driver's: the process was stopped, so that the call was not made."""
+"""Ours, not the driver's: the process is stopped, so that the call was not made, or cannot return."""
 
 Locked = Callable[["Gated", int, float], None]
 """Called with the process, the driver's answer and the seconds that took."""
@@ -65,10 +67,14 @@ class Gated:
     regions: set[str] = field(default_factory=set)
     locked: bool = False
     frozen: bool = False
+    goes_on_last: bool = False
+    """A terminal's shell: stopped before its jobs and continued after them, so that it never sees one stopped."""
     calls: int = 0
     """Driver calls under way or queued."""
     waiting: list[Locked] = field(default_factory=list)
     """Who wants to know when the lock call under way returns."""
+    asked_s: float = 0.0
+    """When the lock that they wait for was asked for."""
     turn: threading.Lock = field(default_factory=threading.Lock)
 
 
@@ -136,18 +142,41 @@ class Gates:
         for gated in wanted:
             gated.waiting.append(done)
             if len(gated.waiting) == 1:
+                gated.asked_s = time.monotonic()
                 self._call(gated, self._lock_one)
+
+    def after_locks(self, pids: Iterable[int], done: Locked) -> int:
+        """Call ``done`` for each of the processes that is being locked, as `lock` does; returns how many that are."""
+        locking = [gated for pid in pids if (gated := self._gated.get(pid)) is not None and gated.waiting]
+        for gated in locking:
+            gated.waiting.append(done)
+        return len(locking)
+
+    def give_up_on_silent(self) -> None:
+        """Answer in place of lock calls that hang, because somebody has stopped the process since or otherwise.
+
+        What such a call returns in the end is undone then, unless a region wants it by that time.
+        """
+        now_s = time.monotonic()
+        for gated in [gated for gated in self._gated.values() if gated.waiting]:
+            stopped = _is_stopped(gated)
+            if stopped or now_s - gated.asked_s > _SILENT_S:
+                waiting, gated.waiting = gated.waiting, []
+                for done in waiting:
+                    done(gated, RC_STOPPED if stopped else RC_NOT_READY, now_s - gated.asked_s)
 
     def freeze(
         self,
         wanted: list[Gated],
         region_id: str,
         adopt: Callable[[ProcessHandle], bool],
+        first: Collection[int] = (),
     ) -> tuple[list[tuple[Gated, str]], float]:
         """Freeze processes and what they bear meanwhile.
 
         Returns the refused ones with the reason, and the seconds spent on proving that the others stand still.
-        ``adopt`` is asked for every newborn process whether it is to be frozen too. Raises `OSError` where the
+        ``adopt`` is asked for every newborn process whether it is to be frozen too. ``first`` are the pids of those
+        of ``wanted`` that must stand before the others are stopped, and go on after them. Raises `OSError` where the
         journal cannot be written; what was frozen before that is undone by releasing the region.
         """
 
@@ -161,8 +190,12 @@ class Gates:
         def newborn(parents: list[ProcessHandle]) -> list[ProcessHandle]:
             return [handle for handle in self._scanner.discover(parents) if adopt(handle)]
 
+        for gated in wanted:
+            gated.goes_on_last |= gated.handle.pid in first
+        standing = [gated for gated in wanted if not gated.frozen]
         result = freeze(
-            [gated.handle for gated in wanted if not gated.frozen],
+            [gated.handle for gated in standing if not gated.goes_on_last],
+            first=[gated.handle for gated in standing if gated.goes_on_last],
             announce=announce,
             newborn=newborn,
             freeze_s=FREEZE_S,
@@ -171,10 +204,10 @@ class Gates:
         )
         refused: list[tuple[Gated, str]] = []
         for handle, why in result.refused:
-            gated = self.hold(handle.pid, region_id)
-            if gated is not None:
-                gated.frozen = False
-                refused.append((gated, why))
+            held = self.hold(handle.pid, region_id)
+            if held is not None:
+                held.frozen = False
+                refused.append((held, why))
         if refused:
             self._note("freeze", "undone", [gated.handle.process for gated, _ in refused])
         return refused, result.verify_s
@@ -202,6 +235,9 @@ class Gates:
             # It had given up because nobody wanted it any more; meanwhile another region does.
             self._call(gated, self._lock_one)
             return
+        if rc == RC_NOT_AS_EXPECTED and gated.locked:
+            # An earlier call, which had been given up, came through first.
+            rc = RC_OK
         waiting, gated.waiting = gated.waiting, []
         gated.locked = rc == RC_OK
         if rc != RC_OK:
@@ -237,7 +273,8 @@ class Gates:
         for gated in wanted:
             gated.regions.clear()
         self._thaw([gated for gated in wanted if gated.frozen])
-        locked = [gated for gated in wanted if gated.locked]
+        # What somebody else has stopped cannot be unlocked now: `unlock_what_runs` does once it goes on.
+        locked = [gated for gated in wanted if gated.locked and not _is_stopped(gated)]
         left = len(locked)
 
         def one_less() -> None:
@@ -254,11 +291,26 @@ class Gates:
         if not locked:
             then()
 
+    def owe_unlock(self, handle: ProcessHandle) -> None:
+        """An earlier guardian locked this process and could not unlock it: that is due once it runs."""
+        self._gated[handle.pid] = Gated(handle, locked=True)
+
+    def unlock_what_runs(self) -> None:
+        """Unlock what nobody gates any more and was stopped by somebody when it was to be unlocked."""
+        self.free([g for g in self._gated.values() if self._is_owed(g) and not _is_stopped(g)])
+
+    @property
+    def owes_unlocks(self) -> bool:
+        """There is something for `unlock_what_runs`, now or later."""
+        return any(self._is_owed(gated) for gated in self._gated.values())
+
+    def _is_owed(self, gated: Gated) -> bool:
+        return gated.locked and not gated.regions and not gated.calls
+
     def _thaw(self, frozen: list[Gated]) -> None:
         if not frozen:
             return
-        # A terminal's shell was stopped first and goes on last, so that it never sees its job stopped.
-        for gated in reversed(frozen):
+        for gated in sorted(frozen, key=lambda gated: gated.goes_on_last):
             resume(gated.handle)
             gated.frozen = False
         wait_running([gated.handle for gated in frozen], VERIFY_S)
@@ -338,3 +390,8 @@ class Gates:
             self._journal.write(act, state, processes)
         except OSError as error:
             self._warn(f"the journal cannot be written: {error}")
+
+
+def _is_stopped(gated: Gated) -> bool:
+    stat = gated.handle.stat()
+    return stat is not None and stat.stopped

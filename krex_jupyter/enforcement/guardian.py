@@ -66,6 +66,8 @@ LATE_S = 0.5
 
 _JOURNAL_WAIT_S = 10.0
 _REPLAY_UNLOCK_S = 3.0
+_OWED_S = 0.2
+"""How often to look whether a process that could not be unlocked, because somebody had stopped it, runs again."""
 _SCAN_BUSY_S = 1.0
 _SCAN_IDLE_S = 5.0
 _BUSY_FOR_S = 60.0
@@ -120,6 +122,7 @@ class Guardian:
 
     def __init__(self, link: socket.socket, journal: Journal, driver: DriverLock) -> None:
         self._link = link
+        self._journal = journal
         self._codec = guardian_side()
         self._assembler = Assembler(1 << 24)
         self._selector = selectors.DefaultSelector()
@@ -144,6 +147,10 @@ class Guardian:
         self._selector.register(self._workers.fd, selectors.EVENT_READ, self._workers.run_posted)
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
             signal.signal(number, self._on_signal)
+        for process in self._journal.outstanding().locked:
+            pidfd = open_same(process)
+            if pidfd is not None:
+                self._gates.owe_unlock(ProcessHandle(process.pid, pidfd))
         self._send(Ready(pid=os.getpid(), replayed=replayed))
         try:
             while not self._leaving:
@@ -165,7 +172,7 @@ class Guardian:
         if self._scanner.scanning:
             return 0.0
         now_s = time.monotonic()
-        times_s = [now_s + 5.0]
+        times_s = [now_s + (_OWED_S if self._gates.owes_unlocks else 5.0)]
         if self._participants:
             times_s.append(max(self._next_scan_s, now_s + HEARTBEAT_S if self._measuring() else 0.0))
         if self._regions:
@@ -177,6 +184,7 @@ class Guardian:
         now_s = time.monotonic()
         if self._regions:
             self._beat()
+            self._gates.give_up_on_silent()
             if now_s - self._heard_s > LATE_S:
                 # Its messages may lie unread here because this process itself was held up.
                 self._on_link()
@@ -192,6 +200,8 @@ class Guardian:
                     self._undo(
                         region, "max_hold", f"it was held longer than max_hold={region.enter.max_hold_s:g} s"
                     )
+        if self._gates.owes_unlocks:
+            self._gates.unlock_what_runs()
         if self._participants and now_s >= self._next_scan_s and not self._measuring():
             self._scanner.start()
             busy = now_s - self._last_region_s < _BUSY_FOR_S
@@ -304,7 +314,7 @@ class Guardian:
         self._freeze(region, [step for step in steps if step.freeze == "yes"])
         for step in steps:
             self._take_baseline(region, step)
-            region.late.append(region.reports.get(step.pid) or self._report(step))
+            region.late.append(region.reports.get(step.pid) or self._report(region, step))
 
     def _note_waiting(self, message: Waits) -> None:
         participant = self._participants.get(message.process.pid)
@@ -451,7 +461,7 @@ class Guardian:
             if gated is None:
                 continue
             if gated.locked:
-                region.reports[step.pid] = self._report(step, drain_s=0.0)
+                region.reports[step.pid] = self._report(region, step, drain_s=0.0)
             else:
                 wanted.append(gated)
         if wanted:
@@ -467,13 +477,16 @@ class Guardian:
             region.lock_s = time.monotonic() - region.started_s
             step = region.steps[gated.handle.pid]
             if rc == RC_OK:
-                region.reports[step.pid] = self._report(step, drain_s=drain_s)
+                region.reports[step.pid] = self._report(region, step, drain_s=drain_s)
             else:
                 self._lock_refused(region, gated, step, rc)
         self._one_less(region)
 
     def _lock_refused(self, region: _Region, gated: Gated, step: Step, rc: int) -> None:
         pid = step.pid
+        if rc == RC_STOPPED:
+            # Whoever stopped it may continue it, and nobody else: so it is not frozen, either.
+            step = region.steps[pid] = replace(step, gate="observe", lock=False, freeze="no")
         will_freeze = step.freeze == "yes" or (step.freeze == "without_context" and rc == RC_NO_CONTEXT)
         if not will_freeze:
             self._gates.drop(gated, region.enter.region_id)
@@ -499,22 +512,25 @@ class Guardian:
         if region.pending or region.entered or self._regions.get(region.enter.region_id) is not region:
             return
         started_s = time.monotonic()
+        to_freeze = [
+            step
+            for step in region.steps.values()
+            if step.freeze == "yes" or (step.freeze == "without_context" and step.pid not in region.reports)
+        ]
+        # Another region may be about to lock one of them, and a stopped process would not answer.
+        region.pending = self._gates.after_locks(
+            [step.pid for step in to_freeze], lambda *_: self._one_less(region)
+        )
+        if region.pending:
+            return
         try:
-            verify_s = self._freeze(
-                region,
-                [
-                    step
-                    for step in region.steps.values()
-                    if step.freeze == "yes"
-                    or (step.freeze == "without_context" and step.pid not in region.reports)
-                ],
-            )
+            verify_s = self._freeze(region, to_freeze)
         except OSError as error:
             self._fail_entry(region, error)
             return
         for step in list(region.steps.values()):
             self._take_baseline(region, step)
-            region.reports.setdefault(step.pid, self._report(step))
+            region.reports.setdefault(step.pid, self._report(region, step))
         region.entered = True
         self._send(
             Entered(
@@ -550,15 +566,19 @@ class Guardian:
                 return False
             root_view = ProcessView(pid=root, parent=0, session=root, uids=view.uids)
             child = replace(view, parent=root)
-            step = plan(
+            planned = plan(
                 self._request(region.enter, driver_lock=False),
                 [Root(pid=root, uid=participant.watch.uid)],
                 {root: root_view, child.pid: child},
-            )[-1]
-            region.steps[handle.pid] = step
-            return step.freeze == "yes"
+            )
+            for step in planned:
+                if step.pid == handle.pid:
+                    region.steps[step.pid] = step
+                    return step.freeze == "yes"
+            return False
 
-        refused, verify_s = self._gates.freeze(wanted, region_id, adopt)
+        shells = {step.pid for step in steps if step.first}
+        refused, verify_s = self._gates.freeze(wanted, region_id, adopt, shells)
         for gated, why in refused:
             pid = gated.handle.pid
             step = region.steps[pid]
@@ -573,7 +593,7 @@ class Guardian:
             before = region.reports.get(step.pid)
             if before is None or not before.error:
                 region.reports[step.pid] = self._report(
-                    step, drain_s=None if before is None else before.drain_s
+                    region, step, drain_s=None if before is None else before.drain_s
                 )
             else:
                 # It stands still, but what it had submitted was not seen to end.
@@ -585,7 +605,7 @@ class Guardian:
     def _take_baseline(self, region: _Region, step: Step) -> None:
         gated = self._gates.get(step.pid)
         handle = self._scanner.handles.get(step.pid)
-        if gated is not None and gated.frozen:
+        if gated is not None and gated.frozen and region.enter.region_id in gated.regions:
             region.baseline_ns[step.pid] = gated.handle.cpu_ns()
         elif handle is not None and (region.freezes or step.gate == "observe"):
             region.observed_ns[step.pid] = sum(handle.cpu_ns().values())
@@ -600,10 +620,12 @@ class Guardian:
     def _refuse(self, region_id: str, why: str) -> None:
         self._send(Entered(region_id=region_id, siblings=(), costs=EntryCosts(), error=why))
 
-    def _report(self, step: Step, drain_s: float | None = None) -> SiblingReport:
+    def _report(self, region: _Region, step: Step, drain_s: float | None = None) -> SiblingReport:
         gated = self._gates.get(step.pid)
-        locked = gated is not None and gated.locked
-        frozen = gated is not None and gated.frozen
+        # What only another region gates may go on at any moment.
+        ours = gated is not None and region.enter.region_id in gated.regions
+        locked = gated is not None and ours and gated.locked
+        frozen = gated is not None and ours and gated.frozen
         gate: Gate = "driver-lock" if locked else "freeze" if frozen else "observe"
         return SiblingReport(
             pid=step.pid,
@@ -729,12 +751,15 @@ def replay(journal: Journal, driver: DriverLock) -> int:
     ]
     for handle in frozen:
         resume(handle)
-    wait_running([*frozen, *locked], 1.0)
+    wait_running(frozen, 1.0)
+    # What stands still now was stopped by somebody else. It cannot be unlocked, and stays in the journal for it.
+    left_locked = [
+        handle.process for handle in locked if (stat := handle.stat()) is not None and stat.stopped
+    ]
 
     def unlock() -> None:
         for handle in locked:
-            stat = handle.stat()
-            if stat is not None and not stat.stopped and driver.state(handle.pid) == (RC_OK, 1):
+            if handle.process not in left_locked and driver.state(handle.pid) == (RC_OK, 1):
                 driver.unlock(handle.pid)
 
     if locked:
@@ -745,6 +770,8 @@ def replay(journal: Journal, driver: DriverLock) -> int:
             # Leave the journal as it is: whoever comes next, or `krex thaw`, tries again.
             return len({handle.pid for handle in [*frozen, *locked]})
     journal.clear()
+    if left_locked:
+        journal.write("lock", "intent", left_locked)
     count = len({handle.pid for handle in [*frozen, *locked]})
     for handle in [*frozen, *locked]:
         handle.close()

@@ -81,6 +81,8 @@ class Step:
     gate: Gate
     lock: bool = False
     freeze: FreezeWhen = "no"
+    first: bool = False
+    """A terminal's shell: it must stand before its jobs are stopped, and go on after them."""
     reason: str = ""
     """Why it is only observed, or why it is not frozen."""
 
@@ -150,10 +152,10 @@ def plan(request: Request, roots: Iterable[Root], processes: Mapping[int, Proces
             reason = f"it runs in the foreground of a terminal whose shell (pid {shell}) must not stop"
             steps[pid] = Step(pid, step.root, "observe", reason=reason)
         elif own is not None and own.lock:
-            shells[shell] = replace(own, freeze="yes")
+            shells[shell] = replace(own, freeze="yes", first=True)
         else:
             root = step.root if own is None else own.root
-            shells[shell] = Step(shell, root, "freeze", freeze="yes")
+            shells[shell] = Step(shell, root, "freeze", freeze="yes", first=True)
     return (*shells.values(), *(step for pid, step in steps.items() if pid not in shells))
 
 

@@ -6,12 +6,16 @@ The reads that matter most are made closest to the body. A reading that fails is
 from __future__ import annotations
 
 import os
-import resource
+import sys
 import threading
 import time
 from dataclasses import dataclass
 
 from krex_jupyter.protocol import OwnerEvidence
+
+if sys.platform != "win32":
+    # Not there on Windows, where importing the package works all the same.
+    import resource
 
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK") if hasattr(os, "sysconf") else 100
 

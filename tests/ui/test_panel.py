@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("playwright")
+pytest.importorskip("playwright", reason="tests in a browser need the extra: pip install 'krex-jupyter[ui]'")
 
 from playwright.sync_api import BrowserContext, Page, expect
 
