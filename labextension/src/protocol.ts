@@ -215,6 +215,7 @@ export interface IOwnerEvidence {
   synchronised: boolean | null;
   sync_error: string;
   other_contexts: boolean | null;
+  pin_error: string;
   thread_pool_created: boolean;
   interrupted: boolean;
 }
@@ -231,6 +232,7 @@ export const checkOwnerEvidence: check.Check<IOwnerEvidence> = check.object<IOwn
   synchronised: check.nullable(check.truth),
   sync_error: check.text,
   other_contexts: check.nullable(check.truth),
+  pin_error: check.text,
   thread_pool_created: check.truth,
   interrupted: check.truth
 });
