@@ -6,9 +6,9 @@ module.exports = {
     '^.+\\.tsx?$': [
       'ts-jest',
       {
-        // Types are checked by lint:check; here only behaviour is.
-        isolatedModules: true,
         tsconfig: {
+          // Types are checked by lint:check; here only behaviour is.
+          isolatedModules: true,
           module: 'commonjs',
           moduleResolution: 'node',
           target: 'ES2020',

@@ -5,6 +5,7 @@
  * page knew of it comes from its report.
  */
 
+import { VERDICTS } from './fidelity';
 import type { IRegionReport, IStatus, Verdict } from './protocol';
 import { holders, shortName } from './standing';
 
@@ -34,6 +35,8 @@ export interface IRow {
 }
 
 export const MOST_ROWS = 10;
+/** Spans nearer to each other than this share of the window cannot be told apart, and are drawn as one. */
+export const RESOLUTION = 1 / 250;
 
 /** Rows of a device, those with most recent activity first; `more` counts those left out. */
 export function timelineOf(options: {
@@ -55,7 +58,12 @@ export function timelineOf(options: {
   const last_s = new Map<number, number>();
 
   const add = (pid: number, span: Span, until_s: number): void => {
-    spans.set(pid, [...(spans.get(pid) ?? []), span]);
+    const row = spans.get(pid);
+    if (row === undefined) {
+      spans.set(pid, [span]);
+    } else {
+      row.push(span);
+    }
     last_s.set(pid, Math.max(last_s.get(pid) ?? 0, until_s));
   };
 
@@ -132,11 +140,7 @@ export function timelineOf(options: {
       name: names.get(pid) ?? `pid ${pid}`,
       observed: observed.has(pid) && !spans.has(pid),
       gone: !living.has(pid),
-      // Regions last, so that they are drawn above the pauses that they cause.
-      spans: [...(spans.get(pid) ?? [])].sort(
-        (one, other) =>
-          Number(one.kind !== 'paused') - Number(other.kind !== 'paused')
-      )
+      spans: merged(spans.get(pid) ?? [])
     }))
     .filter(row => !row.gone || row.spans.some(one => one.kind === 'region'));
   // A row keeps its place while its process lives, or the picture could not be followed; those who held anything
@@ -156,4 +160,48 @@ export function timelineOf(options: {
       one.pid - other.pid
   );
   return { rows: shown, more: rows.length - shown.length };
+}
+
+/** What can be told apart of a row's spans, regions last, so that they are drawn above the pauses they cause. */
+function merged(spans: ReadonlyArray<Span>): Span[] {
+  const pauses: Span[] = [];
+  const regions: Array<Extract<Span, { kind: 'region' }>> = [];
+  const holding: Span[] = [];
+  const inOrder = [...spans].sort((one, other) => one.from - other.from);
+  for (const span of inOrder) {
+    switch (span.kind) {
+      case 'paused': {
+        const last = pauses[pauses.length - 1];
+        if (last !== undefined && span.from - last.to < RESOLUTION) {
+          pauses[pauses.length - 1] = {
+            ...last,
+            to: Math.max(last.to, span.to)
+          };
+        } else {
+          pauses.push(span);
+        }
+        break;
+      }
+      case 'region': {
+        const last = regions[regions.length - 1];
+        if (last !== undefined && span.to - last.from < RESOLUTION) {
+          // Of several regions in one spot the worst is shown.
+          if (rank(span.verdict) > rank(last.verdict)) {
+            regions[regions.length - 1] = span;
+          }
+        } else {
+          regions.push(span);
+        }
+        break;
+      }
+      case 'holding':
+        holding.push(span);
+        break;
+    }
+  }
+  return [...pauses, ...regions, ...holding];
+}
+
+function rank(verdict: Verdict): number {
+  return VERDICTS.indexOf(verdict);
 }

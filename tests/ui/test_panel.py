@@ -198,6 +198,15 @@ def test_a_server_without_the_extension_and_one_that_ended_are_told_apart(
     expect(panel.get_by_role("alert", name="Disconnected")).to_contain_text("does not answer", timeout=15_000)
 
 
+def test_a_server_that_does_not_permit_it_says_whom_to_ask(context: BrowserContext, tmp_path: Path) -> None:
+    deny = "--ServerApp.authorizer_class=tests.ui.denying.DenyKrex"
+    with lab.server("lab", tmp_path, deny, cells=TWO_NOTEBOOKS) as served:
+        page = context.new_page()
+        lab.open_notebook(page, served, "softmax.ipynb", wait=False)
+        expect(lab.indicator(page)).to_contain_text("no permission")
+        expect(lab.show_panel(page).get_by_role("alert", name="No permission")).to_contain_text("administrator")
+
+
 def test_notebook_7_has_the_toolbar_item_and_the_panel(context: BrowserContext, tmp_path: Path) -> None:
     with lab.server("notebook", tmp_path, cells=TWO_NOTEBOOKS) as served:
         matmul, softmax = two_pages(context, served, "notebook")

@@ -304,6 +304,41 @@ describe('the timeline', () => {
     expect(holding?.to).toBe(1);
   });
 
+  it('draws as one what cannot be told apart, and the worst of it', () => {
+    const status = parse(textOf('status'), checkStatus);
+    const one = (parse(textOf('history'), checkHistory)?.reports ?? [])[0];
+    if (status === null) {
+      throw new Error('the fixture is no status');
+    }
+    const reports = Array.from({ length: 600 }, (_, index) => ({
+      ...one,
+      region_id: `many${index}`,
+      started_at: 1_800_000_000 - index * 0.05,
+      held_s: 0.01,
+      verdict: index === 300 ? ('contended' as const) : one.verdict
+    }));
+    const { rows } = timelineOf({
+      status,
+      reports,
+      device: 'GPU-1b2c',
+      now_s: 1_800_000_000.02,
+      window_s: 30,
+      age_s: 0
+    });
+    for (const row of rows) {
+      expect(row.spans.length).toBeLessThanOrEqual(252);
+    }
+    const regions = rows[3].spans.filter(span => span.kind === 'region');
+    expect(
+      regions.some(
+        span => span.kind === 'region' && span.verdict === 'contended'
+      )
+    ).toBe(true);
+    expect(rows[1].spans.filter(span => span.kind === 'paused')).toHaveLength(
+      1
+    );
+  });
+
   it('forgets what is older than its window', () => {
     const { rows } = drawn(1_800_000_031);
     expect(rows[3].spans.some(span => span.kind === 'region')).toBe(false);

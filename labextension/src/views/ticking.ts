@@ -1,5 +1,6 @@
 /**
  * A widget that redraws when the model changes, and by itself only while something moves and somebody looks.
+ * However fast changes come, it draws at a bounded pace, and never leaves out the last one.
  */
 
 import { ReactWidget } from '@jupyterlab/ui-components';
@@ -9,6 +10,8 @@ import type { KrexModel } from '../model';
 
 /** Often enough for tenths of a second to look alive, seldom enough to cost nothing. */
 const TICK_MS = 200;
+/** Changes that come faster are drawn together. */
+const LEAST_BETWEEN_MS = 80;
 
 export abstract class TickingWidget extends ReactWidget {
   constructor(protected readonly model: KrexModel) {
@@ -21,6 +24,7 @@ export abstract class TickingWidget extends ReactWidget {
       return;
     }
     this.stop();
+    this.forget();
     this.model.changed.disconnect(this.onChanged, this);
     super.dispose();
   }
@@ -30,7 +34,7 @@ export abstract class TickingWidget extends ReactWidget {
 
   protected onChanged(): void {
     if (this.isVisible) {
-      this.update();
+      this.updateSoon();
     }
     this.adjust();
   }
@@ -56,6 +60,31 @@ export abstract class TickingWidget extends ReactWidget {
     super.onBeforeDetach(message);
   }
 
+  protected onUpdateRequest(message: Message): void {
+    this._drawn_ms = performance.now();
+    super.onUpdateRequest(message);
+  }
+
+  /** At once, or together with what else changes until the next drawing is due. */
+  private updateSoon(): void {
+    const due_ms = this._drawn_ms + LEAST_BETWEEN_MS - performance.now();
+    if (due_ms <= 0) {
+      this.update();
+    } else if (this._soon === null) {
+      this._soon = window.setTimeout(() => {
+        this._soon = null;
+        this.update();
+      }, due_ms);
+    }
+  }
+
+  private forget(): void {
+    if (this._soon !== null) {
+      window.clearTimeout(this._soon);
+      this._soon = null;
+    }
+  }
+
   private adjust(): void {
     if (!this.isVisible || !this.moves()) {
       this.stop();
@@ -75,4 +104,6 @@ export abstract class TickingWidget extends ReactWidget {
   }
 
   private _timer: number | null = null;
+  private _soon: number | null = null;
+  private _drawn_ms = Number.NEGATIVE_INFINITY;
 }
