@@ -132,7 +132,8 @@ def server(
     found = runtime / f"jpserver-{process.pid}.json"
     try:
         wait_until(
-            lambda: found.exists() or process.poll() is not None,
+            # It is written while it is there already.
+            lambda: (found.exists() and found.read_text().rstrip().endswith("}")) or process.poll() is not None,
             "the server runs",
             60.0,
             lambda: log.read_text()[-2000:],

@@ -432,30 +432,35 @@ function Waiter(props: {
     <li value={waiter.position} title={waiter.waits_for}>
       <div className="jp-krex-Entry-line">
         <Who who={waiter} shared={shared} />
-        <span
-          className="jp-krex-figure"
-          title={trans.__('waited %1', running(waiter.waited_s + model.age_s))}
-        >
-          {eta_s === null
-            ? trans.__('since %1', running(waiter.waited_s + model.age_s))
-            : eta_s < SOON_S
-              ? trans.__('soon')
-              : trans.__('≈ %1', running(eta_s))}
-        </span>
-        {mayEnd(model, waiter) && (
-          <button
-            type="button"
-            className="jp-krex-button"
-            aria-label={trans.__('Take %1 out of the queue', nameOf(waiter))}
-            onClick={() =>
-              void commands.execute(CommandIDs.end, {
-                region_id: waiter.region_id
-              })
-            }
+        <span className="jp-krex-Entry-end">
+          <span
+            className="jp-krex-figure"
+            title={trans.__(
+              'waited %1',
+              running(waiter.waited_s + model.age_s)
+            )}
           >
-            {trans.__('Leave')}
-          </button>
-        )}
+            {eta_s === null
+              ? trans.__('since %1', running(waiter.waited_s + model.age_s))
+              : eta_s < SOON_S
+                ? trans.__('soon')
+                : trans.__('≈ %1', running(eta_s))}
+          </span>
+          {mayEnd(model, waiter) && (
+            <button
+              type="button"
+              className="jp-krex-button"
+              aria-label={trans.__('Take %1 out of the queue', nameOf(waiter))}
+              onClick={() =>
+                void commands.execute(CommandIDs.end, {
+                  region_id: waiter.region_id
+                })
+              }
+            >
+              {trans.__('Leave')}
+            </button>
+          )}
+        </span>
       </div>
     </li>
   );
@@ -579,20 +584,25 @@ function Report(props: {
         }}
         shared={shared}
       />
-      <span className="jp-krex-figure">{duration(report.held_s)}</span>
-      <button
-        type="button"
-        className="jp-krex-button"
-        title={trans.__('Copy the report as JSON')}
-        aria-label={trans.__('Copy the report of region %1', report.region_id)}
-        onClick={() =>
-          void commands.execute(CommandIDs.copyReport, {
-            region_id: report.region_id
-          })
-        }
-      >
-        {trans.__('Copy')}
-      </button>
+      <span className="jp-krex-Entry-end">
+        <span className="jp-krex-figure">{duration(report.held_s)}</span>
+        <button
+          type="button"
+          className="jp-krex-button"
+          title={trans.__('Copy the report as JSON')}
+          aria-label={trans.__(
+            'Copy the report of region %1',
+            report.region_id
+          )}
+          onClick={() =>
+            void commands.execute(CommandIDs.copyReport, {
+              region_id: report.region_id
+            })
+          }
+        >
+          {trans.__('Copy')}
+        </button>
+      </span>
     </li>
   );
 }
