@@ -1,6 +1,6 @@
 """The oldest versions of the base dependencies that pyproject.toml allows, as pip requirements, one line.
 
-    pip install -e ".[test]" $(python benchmarks/floors.py)
+pip install -e ".[test]" $(python benchmarks/floors.py)
 """
 
 from __future__ import annotations
@@ -11,7 +11,9 @@ from pathlib import Path
 
 def floors() -> list[str]:
     """``name==floor`` of every base dependency; each must state one."""
-    project = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    project = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text(encoding="utf-8"))[
+        "project"
+    ]
     pinned: list[str] = []
     for requirement in project["dependencies"]:
         name, separator, floor = requirement.partition(">=")

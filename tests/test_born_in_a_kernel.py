@@ -73,7 +73,9 @@ def server(tmp_path: Path, place: Place) -> Iterator[PlainServer]:
             process.wait(20)
 
 
-def test_it_outlives_kernel_and_server_and_serves_others(server: PlainServer, place: Place, scripts: Scripts) -> None:
+def test_it_outlives_kernel_and_server_and_serves_others(
+    server: PlainServer, place: Place, scripts: Scripts
+) -> None:
     kernel_id = server.post("api/kernels", {})["id"]
     kernel = NotebookKernel(cast("JupyterServer", server), kernel_id, "born.ipynb")
     kernel.ready()
