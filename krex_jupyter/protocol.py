@@ -90,6 +90,8 @@ class OwnerEvidence(Part, frozen=True, kw_only=True):
     """None: no GPU context to synchronise; False: it was tried and failed."""
     sync_error: str = ""
     other_contexts: bool | None = None
+    pin_error: str = ""
+    """Why the measuring thread was not pinned though it should have been."""
     thread_pool_created: bool = False
     interrupted: bool = False
 
@@ -418,6 +420,8 @@ class Granted(Message, frozen=True, kw_only=True, tag="granted"):
     cpu_policy: EffectiveCpuPolicy
     cores: tuple[int, ...] = ()
     """Cores to pin the measuring thread to (`isolate`); empty: do not pin."""
+    reserved: tuple[int, ...] = ()
+    """Every core that is reserved on this host, for whichever device: others are kept off them."""
     siblings: tuple[SiblingReport, ...] = ()
 
 

@@ -235,7 +235,7 @@ class SimulatedBackend:
                 vendor="nvidia",
                 index=index,
                 memory_bytes=8 << 30,
-                gates=("driver-lock", "quiesce", "observe"),
+                gates=("driver-lock", "freeze", "observe"),
                 note="A simulated driver: for tests.",
             )
             for index in range(count)

@@ -219,6 +219,9 @@ def test_a_waiter_is_not_frozen_so_its_timeout_fires_on_time(scripts: Scripts) -
         assert second.line() == "queued"
         waiter = scripts(_ASK, "1.5")
         assert waiter.line() == "queued"
+        asked_s = time.monotonic()
+        # Long enough to see that it truly waits: one that still runs is frozen like anybody else.
+        wait_until(lambda: time.monotonic() - asked_s > 0.1, "it has waited for a while")
     while (line := second.line()) == "queued":
         pass
     assert line == "held"

@@ -16,7 +16,7 @@ from typing import IO
 
 from krex_jupyter.errors import CoordinatorUnavailable
 from krex_jupyter.launch import detach, raise_descriptor_limit
-from krex_jupyter.locate import file_system, is_local, lock_directory
+from krex_jupyter.locate import file_system, is_local, lock_directory, user_directory
 
 from .settings import Settings
 
@@ -154,7 +154,7 @@ def _settings(arguments: argparse.Namespace) -> Settings:
 def _history_files(arguments: argparse.Namespace, state: Path) -> list[Path]:
     """Where the record may lie: the user's home if it is on a local file system, else beside the socket."""
     beside = state / "history.sqlite"
-    if arguments.state_dir is not None or "KREX_SOCKET" in os.environ or os.getuid() == 0:
+    if arguments.state_dir is not None or os.getuid() == 0 or arguments.socket.parent != user_directory():
         return [beside]
     home = Path(pwd.getpwuid(os.getuid()).pw_dir)
     if home.is_dir() and is_local(file_system(home)):

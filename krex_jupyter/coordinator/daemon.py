@@ -449,17 +449,19 @@ class Coordinator:
         return participant
 
     def _tell_guardian(self, participant: Participant) -> None:
-        cores = sorted({core for cores in self._reserved_cores.values() for core in cores})
         self._guardian.send(
             Watch(
                 process=participant.process,
                 uid=participant.uid,
                 label=participant.label,
                 protected=participant.protected,
-                cores=() if participant.protected else tuple(cores),
+                cores=() if participant.protected else self._all_reserved(),
             ),
             fds=(participant.pidfd,),
         )
+
+    def _all_reserved(self) -> tuple[int, ...]:
+        return tuple(sorted({core for cores in self._reserved_cores.values() for core in cores}))
 
     def _guard_late(self, participant: Participant) -> None:
         """Bring regions that had nobody to gate to the guardian, now that there is somebody."""
@@ -853,6 +855,7 @@ class Coordinator:
                 max_hold_s=region.max_hold_s,
                 cpu_policy=region.cpu_policy,
                 cores=region.cores,
+                reserved=self._all_reserved(),
                 siblings=region.siblings,
             ),
         )

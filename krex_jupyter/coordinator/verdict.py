@@ -111,6 +111,13 @@ def _judge_owner(facts: Facts, bounds: Thresholds, say: Say) -> None:
         )
     if owner.interrupted:
         say("suspect", "interrupted", "The region was interrupted. Run it again.")
+    if owner.pin_error and facts.pinned:
+        say(
+            "suspect",
+            "not_pinned",
+            f"The measuring thread was not pinned to the reserved cores: {owner.pin_error}. Leave its CPU mask to "
+            f"KREX, or use cpu='freeze'.",
+        )
     if owner.thread_pool_created and facts.pinned:
         say(
             "suspect",
@@ -166,14 +173,6 @@ def _judge_siblings(facts: Facts, bounds: Thresholds, say: Say) -> None:
                     f"{labels.get(pid, f'pid {pid}')} was only observed and used the CPU for "
                     f"{used_s / facts.held_s:.0%} of the region. Run it again, or let it join.",
                 )
-    if facts.vendor != "cpu":
-        for sibling in facts.siblings:
-            if sibling.gate == "observe" and sibling.error:
-                say(
-                    "suspect",
-                    "not_drained",
-                    f"{labels[sibling.pid]} could not be drained: {sibling.error}. Its GPU work may have overlapped.",
-                )
 
 
 def _judge_device(facts: Facts, say: Say) -> None:
@@ -185,11 +184,17 @@ def _judge_device(facts: Facts, say: Say) -> None:
                     "evidence_missing",
                     f"The process list of {uuid} was not read in time. Run it again.",
                 )
-    # Frozen without a lock: nothing new is submitted, but nobody saw the end of what was.
+    if facts.vendor == "cpu":
+        return
+    # Without a lock nobody saw the end of what a sibling had submitted; one without a context submitted nothing.
     undrained = {
-        sibling.pid: sibling.label or f"pid {sibling.pid}"
+        sibling.pid: (
+            f"{sibling.label or f'pid {sibling.pid}'} has a context on the device and "
+            + ("was frozen without being drained" if sibling.frozen else "was only observed")
+            + (f": {sibling.error}" if sibling.error else "")
+        )
         for sibling in facts.siblings
-        if sibling.gate == "freeze"
+        if sibling.gate in ("freeze", "observe")
     }
     for device in facts.evidence.device.values():
         if device.processes_after is None or device.processes_before is None:
@@ -200,15 +205,13 @@ def _judge_device(facts: Facts, say: Say) -> None:
                 f"See: krex devices",
             )
             continue
-        for pid in sorted(undrained.keys() & {*device.processes_before, *device.processes_after}):
+        with_context = {*device.processes_before, *device.processes_after}
+        for pid in sorted(undrained.keys() & with_context):
             say(
-                "suspect",
-                "not_drained",
-                f"{undrained[pid]} has a context on the device and was frozen without being drained; GPU work that "
-                f"it had submitted before may have overlapped. Run it again.",
+                "suspect", "not_drained", f"{undrained[pid]}. Its GPU work may have overlapped. Run it again."
             )
         new = sorted(set(device.ungated) - set(device.processes_before))
-        old = sorted(set(device.ungated) & set(device.processes_before))
+        old = sorted(set(device.ungated) & set(device.processes_before) - undrained.keys())
         if new:
             say(
                 "contended",

@@ -98,7 +98,9 @@ def default_of(infos: Sequence[DeviceInfo]) -> DeviceInfo:
         if info.vendor != "cpu":
             return info
     if not infos:
-        raise DeviceNotFound("The coordinator lists no device at all, not even the cpu. Run `krex doctor`.")
+        raise DeviceNotFound(
+            "The coordinator lists no device at all, not even the cpu. See its log: krex status."
+        )
     return infos[0]
 
 

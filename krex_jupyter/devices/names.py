@@ -320,7 +320,7 @@ def _not_visible(
         return (
             f"There is no device {source}: KREX sees no {maker} GPU on this host. "
             f"It has: {listing(devices)}. "
-            f"`krex doctor` says why a GPU is missing; device='cpu' measures on the host."
+            f"Where one should be: does nvidia-smi list it? device='cpu' measures on the host."
         )
     settings = [
         f"{name}={environment[name]!r}" for name in _variables(vendor, environment) if name in environment

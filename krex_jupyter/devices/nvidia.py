@@ -212,12 +212,12 @@ def _gates() -> tuple[tuple[Gate, ...], str]:
         libcuda = ctypes.CDLL("libcuda.so.1")
     except OSError:
         return (
-            "quiesce",
+            "freeze",
             "observe",
         ), "libcuda.so.1 is not installed here, so the driver's lock cannot be used."
     if hasattr(libcuda, _LOCK_SYMBOL):
-        return ("driver-lock", "quiesce", "observe"), ""
-    return ("quiesce", "observe"), "This driver has no process lock: install driver 570 or later (CUDA 12.8)."
+        return ("driver-lock", "freeze", "observe"), ""
+    return ("freeze", "observe"), "This driver has no process lock: install driver 570 or later (CUDA 12.8)."
 
 
 def _in_initial_pid_namespace() -> bool:

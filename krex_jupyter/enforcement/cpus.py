@@ -197,12 +197,14 @@ def _replace_masks(pid: int, *, old: frozenset[int], new: frozenset[int]) -> Mov
 
 
 @contextlib.contextmanager
-def pinned(tid: int, cores: Iterable[int], full: frozenset[int] | None = None) -> Iterator[Pinned]:
+def pinned(
+    tid: int, cores: Iterable[int], full: frozenset[int] | None = None, reserved: Iterable[int] = ()
+) -> Iterator[Pinned]:
     """Pin this process's thread ``tid`` to ``cores`` while inside; never raises, `Pinned.error` says why not.
 
     A thread counts as free to be pinned if it may run on all of ``full`` (None: this process's cpuset), or on
-    all but reserved cores, as `keep_off` leaves it: that is, if ``cores`` and its mask together are
-    everything. Any other mask is somebody's choice. At the end the former mask comes back unless the thread's
+    all but reserved cores, as `keep_off` leaves it: ``cores``, and ``reserved`` where other devices have some
+    too. Any other mask is somebody's choice. At the end the former mask comes back unless the thread's
     mask has been changed meanwhile, and threads born meanwhile with the pinned mask get the former one too.
     """
     outcome = Pinned(frozenset(cores))
@@ -213,7 +215,7 @@ def pinned(tid: int, cores: Iterable[int], full: frozenset[int] | None = None) -
         outcome.error = "no cores are reserved"
     elif before is None:
         outcome.error = f"thread {tid} is gone"
-    elif before | outcome.cores != full:
+    elif before | outcome.cores | frozenset(reserved) != full:
         outcome.error = "the thread's CPU mask was set by somebody else, and is kept"
     else:
         try:

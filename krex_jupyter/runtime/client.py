@@ -216,7 +216,9 @@ def error_of(failed: Failed) -> KrexError:
         "other_coordinator": CoordinatorUnavailable,
         "ended": RegionRevoked,
     }.get(failed.code, KrexError)
-    return kind(failed.detail[:1].upper() + failed.detail[1:])
+    # A sentence begins with a capital; a name of code, as in "cpu='isolate' ...", stays as it is.
+    first, rest = failed.detail[:1], failed.detail[1:]
+    return kind((first if "=" in failed.detail.split(" ", 1)[0] else first.upper()) + rest)
 
 
 def connected_pid(connected: socket.socket, where: Location) -> int:

@@ -103,6 +103,7 @@ class Region:
         self.started_at = granted.started_at
         self.siblings: tuple[SiblingReport, ...] = granted.siblings
         self.cores = granted.cores
+        self.reserved_cores = granted.reserved
         self.report: RegionReport | None = None
         """What was done and seen; None until the region has ended."""
         self._connection = connection
@@ -548,7 +549,7 @@ class _Held:
             from krex_jupyter.enforcement.cpus import pinned
 
             self._pinned = self._pinning.enter_context(
-                pinned(threading.get_native_id(), self.region.cores, _cpuset())
+                pinned(threading.get_native_id(), self.region.cores, _cpuset(), self.region.reserved_cores)
             )
         self._watch.start()
 
@@ -574,6 +575,7 @@ class _Held:
                 **fields,
                 "synchronised": synchronised.done,
                 "sync_error": synchronised.error,
+                "pin_error": "" if self._pinned is None else self._pinned.error,
                 "thread_pool_created": born,
             }
         )

@@ -140,6 +140,12 @@ CASES = {
         lambda: on_gpu(owner(interrupted=True)),
         lambda: on_gpu(owner(interrupted=False)),
     ),
+    "not_pinned": Case(
+        "not_pinned",
+        "suspect",
+        lambda: on_gpu(owner(pin_error="its CPU mask was set by somebody else"), pinned=True),
+        lambda: on_gpu(owner(pin_error=""), pinned=True),
+    ),
     "thread_pool_created": Case(
         "thread_pool_created",
         "suspect",
@@ -185,13 +191,14 @@ CASES = {
     "not_drained, the lock was refused": Case(
         "not_drained",
         "suspect",
-        lambda: on_gpu(siblings=(sibling(gate="observe", error="it is being profiled"),)),
-        lambda: on_gpu(siblings=(sibling(gate="observe"),)),
+        lambda: on_gpu(siblings=(sibling(20, "observe", error="it is being profiled"),)),
+        # The same refusal of one that has no context: it can have submitted nothing.
+        lambda: on_gpu(siblings=(sibling(21, "observe", error="it never joined"),)),
     ),
     "not_drained, only where there is GPU work": Case(
         "not_drained",
         "suspect",
-        lambda: on_gpu(siblings=(sibling(gate="observe", error="it was stopped already"),)),
+        lambda: on_gpu(siblings=(sibling(20, "observe", error="it was stopped already"),)),
         lambda: on_cpu(siblings=(sibling(gate="observe", error="it was stopped already"),)),
     ),
     "not_drained, frozen without a lock": Case(

@@ -42,7 +42,7 @@ def test_an_unknown_uuid_is_refused_with_what_exists(tmp_path: Path) -> None:
 def test_a_withdrawn_gate_is_gone_and_says_why(tmp_path: Path) -> None:
     devices = Devices([SimulatedBackend(tmp_path), CpuBackend()])
     devices.withdraw_gate("nvidia", "driver-lock", "The trial hung.")
-    assert devices.infos[0].gates == ("quiesce", "observe")
+    assert devices.infos[0].gates == ("freeze", "observe")
     assert "The trial hung." in devices.infos[0].note
     assert devices.infos[-1].note == ""
 
