@@ -127,3 +127,7 @@ def _jupyter_server_extension_points() -> list[dict[str, Any]]:
     from .server_ext.extension import KrexExtension
 
     return [{"module": "krex_jupyter.server_ext.extension", "app": KrexExtension}]
+
+
+def _jupyter_labextension_paths() -> list[dict[str, str]]:
+    return [{"src": "labextension", "dest": "krex-jupyter"}]

@@ -195,6 +195,8 @@ class ParticipantStatus(Part, frozen=True, kw_only=True):
     paused_by: str = ""
     """Region that gates it now."""
     paused_s: float = 0.0
+    protected: bool = False
+    """Never gated, nor asks for regions: a Jupyter server."""
 
 
 class HolderStatus(Part, frozen=True, kw_only=True):
@@ -529,6 +531,30 @@ FromCoordinator: TypeAlias = (
     | History
     | Event
 )
+
+
+# --- Jupyter server to browser ---------------------------------------------------------------------------------
+
+
+class Unavailable(Message, frozen=True, kw_only=True, tag="unavailable"):
+    """Nobody coordinates this host now; what was shown before is stale. A `Status` follows once that changes."""
+
+    at: float
+    """Unix time."""
+    detail: str
+    """Why, and what to do."""
+
+
+class ErrorBody(Part, frozen=True, kw_only=True):
+    """Body of every REST answer that is an error."""
+
+    message: str
+    what_to_do: str
+    code: str
+
+
+ToBrowser: TypeAlias = Status | Event | Unavailable
+"""What the event socket carries: a snapshot, then changes."""
 
 
 # --- Coordinator and guardian -----------------------------------------------------------------------------------

@@ -171,7 +171,8 @@ class Picture:
                 state = "queued"
             for sibling in region.all_siblings:
                 if region.occupies and sibling.pid == participant.process.pid and sibling.gate != "observe":
-                    paused_by, paused_s = region.region_id, now_s - region.granted_s
+                    since_s = region.granted_s or region.entering_s
+                    paused_by, paused_s = region.region_id, now_s - since_s
         if paused_by and state == "running":
             state = "paused"
         return ParticipantStatus(
@@ -185,4 +186,5 @@ class Picture:
             state=state,  # type: ignore[arg-type]  # one of the four literals above
             paused_by=paused_by,
             paused_s=paused_s,
+            protected=participant.protected,
         )

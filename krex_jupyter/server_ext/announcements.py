@@ -14,9 +14,9 @@ from typing import Any
 
 from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge
 
-from krex_jupyter.protocol import Event, RegionReport, Status
+from krex_jupyter.protocol import Event, RegionReport, Status, Unavailable
 
-from .connection import Change, Unavailable
+from .connection import Change
 
 SCHEMA_DIRECTORY = Path(__file__).parent / "events"
 SCHEMA_PREFIX = "https://events.jupyter.org/krex_jupyter"

@@ -11,9 +11,9 @@ import asyncio
 from collections import deque
 from collections.abc import Callable
 
-from krex_jupyter.protocol import Status
+from krex_jupyter.protocol import Status, Unavailable
 
-from .connection import Change, Unavailable
+from .connection import Change
 
 
 class ChangeQueue:

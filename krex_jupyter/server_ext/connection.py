@@ -47,6 +47,8 @@ from krex_jupyter.protocol import (
     Register,
     Status,
     Subscribe,
+    ToBrowser,
+    Unavailable,
     Welcome,
 )
 
@@ -92,15 +94,7 @@ class Refused(KrexError):
         self.code = failed.code
 
 
-class Unavailable(Message, frozen=True, kw_only=True, tag="unavailable"):
-    """Nobody coordinates this host now; what was shown before is stale. A `Status` follows once that changes."""
-
-    at: float
-    """Unix time."""
-    detail: str
-
-
-Change: TypeAlias = Status | Event | Unavailable
+Change: TypeAlias = ToBrowser
 
 
 @dataclass(frozen=True)

@@ -17,12 +17,13 @@ from jupyter_server.extension.application import ExtensionApp
 from traitlets import Bool, Float, Int
 
 from krex_jupyter import errors
-from krex_jupyter.protocol import Event, FromCoordinator, Status
+from krex_jupyter.protocol import Event, FromCoordinator, Status, Unavailable
 
 from . import announcements, provisioner, routes
 from .changes import ChangeQueue
-from .connection import Change, Link, Unavailable, active_link, set_active_link
+from .connection import Change, Link, active_link, set_active_link
 from .kernels import ACTIONS_SCHEMA, Kernels
+from .panel import panel_problem
 
 _STANDARD_PROVISIONER = "local-provisioner"
 
@@ -87,6 +88,9 @@ class KrexExtension(ExtensionApp):
         self._stopped = False
         self.notices: list[str] = []
         self._choose_provisioner()
+        # For the log only: a front end without the panel would not show a notice, and other clients need no panel.
+        if problem := panel_problem():
+            self.log.info("%s", problem)
         self._server.io_loop.add_callback(self._begin)
 
     def initialize_handlers(self) -> None:

@@ -1,7 +1,7 @@
 """REST and WebSocket under ``krex/api``: translates requests to coordinator messages and answers to JSON.
 
 Nothing is decided here. Authentication, authorisation, cross-site checks are the server's own. Bodies are the
-structs of `protocol.py` as JSON; an error is ``{"message", "what_to_do", "code"}``, and 503 with ``Retry-After``
+structs of `protocol.py` as JSON; an error is an `ErrorBody`, and 503 with ``Retry-After``
 where no coordinator answers.
 """
 
@@ -22,17 +22,19 @@ from tornado import web, websocket
 from krex_jupyter.errors import CoordinatorUnavailable
 from krex_jupyter.protocol import (
     End,
+    ErrorBody,
     GetHistory,
     GetReport,
     GetStatus,
     HolderStatus,
     RegionReport,
     Status,
+    Unavailable,
     WaiterStatus,
 )
 
 from .changes import ChangeQueue
-from .connection import Refused, Unavailable
+from .connection import Refused
 
 AUTH_RESOURCE = "krex"
 RETRY_AFTER_S = 5
@@ -89,7 +91,7 @@ class KrexHandler(APIHandler):
         self.clear_header("Content-Length")
         if error.status == 503:
             self.set_header("Retry-After", str(RETRY_AFTER_S))
-        body = {"message": error.message, "what_to_do": error.what_to_do, "code": error.code}
+        body = ErrorBody(message=error.message, what_to_do=error.what_to_do, code=error.code)
         self.finish(msgspec.json.encode(body))
 
     def log_exception(self, typ: Any, value: Any, tb: Any) -> None:

@@ -17,10 +17,10 @@ from krex_jupyter.protocol import (
     RegionReport,
     ReportDevice,
     Status,
+    Unavailable,
     WaiterStatus,
 )
 from krex_jupyter.server_ext import announcements
-from krex_jupyter.server_ext.connection import Unavailable
 
 CPU = DeviceInfo(uuid="cpu", name="some cpu", vendor="cpu")
 

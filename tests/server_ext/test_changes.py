@@ -2,9 +2,8 @@ from __future__ import annotations
 
 import asyncio
 
-from krex_jupyter.protocol import Event, Status
+from krex_jupyter.protocol import Event, Status, Unavailable
 from krex_jupyter.server_ext.changes import ChangeQueue
-from krex_jupyter.server_ext.connection import Unavailable
 
 
 def status(uptime_s: float) -> Status:

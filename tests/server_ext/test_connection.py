@@ -15,8 +15,8 @@ from pathlib import Path
 import pytest
 
 from krex_jupyter.errors import CoordinatorUnavailable
-from krex_jupyter.protocol import GetStatus
-from krex_jupyter.server_ext.connection import Change, KernelRecord, Link, Unavailable
+from krex_jupyter.protocol import GetStatus, Unavailable
+from krex_jupyter.server_ext.connection import Change, KernelRecord, Link
 from krex_jupyter.server_ext.processes import Process
 
 from .waiting import eventually
