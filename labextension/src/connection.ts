@@ -10,7 +10,13 @@ import { ServerConnection } from '@jupyterlab/services';
 import { DisposableDelegate, IDisposable } from '@lumino/disposable';
 
 import { Check, parse } from './check';
-import type { IClock, ISocketHandlers, ITransport, Refusal } from './model';
+import type {
+  IClock,
+  ISocketHandlers,
+  ITransport,
+  KrexModel,
+  Refusal
+} from './model';
 import {
   checkErrorBody,
   checkHistory,
@@ -125,6 +131,21 @@ export const browserClock: IClock = {
     return new DisposableDelegate(() => clearTimeout(timer));
   }
 };
+
+/**
+ * Follows the browser's own knowledge of its network: a socket over a network that went does not close for minutes.
+ * Disposing the result ends that.
+ */
+export function followNetwork(model: KrexModel): IDisposable {
+  const connect = (): void => model.connect();
+  const lose = (): void => model.disconnect();
+  window.addEventListener('online', connect);
+  window.addEventListener('offline', lose);
+  return new DisposableDelegate(() => {
+    window.removeEventListener('online', connect);
+    window.removeEventListener('offline', lose);
+  });
+}
 
 function regionPath(regionId: string): string {
   return `regions/${encodeURIComponent(regionId)}`;

@@ -5,6 +5,7 @@
 
 import {
   ILabShell,
+  ILayoutRestorer,
   JupyterFrontEnd,
   JupyterFrontEndPlugin
 } from '@jupyterlab/application';
@@ -15,7 +16,7 @@ import { IStatusBar } from '@jupyterlab/statusbar';
 import { ITranslator, nullTranslator } from '@jupyterlab/translation';
 
 import { addCommands, CommandIDs, PALETTE } from './commands';
-import { browserClock, Connection } from './connection';
+import { browserClock, Connection, followNetwork } from './connection';
 import { krexIcon } from './icon';
 import { KrexModel } from './model';
 import { IKrex } from './tokens';
@@ -43,7 +44,9 @@ const model: JupyterFrontEndPlugin<IKrex> = {
       );
     };
     kernels.runningChanged.connect(takeKernels);
+    const following = followNetwork(krex.model);
     krex.model.disposed.connect(() => {
+      following.dispose();
       kernels.runningChanged.disconnect(takeKernels);
     });
     takeKernels();
@@ -57,11 +60,18 @@ const panel: JupyterFrontEndPlugin<void> = {
   description: 'The side panel and the commands.',
   autoStart: true,
   requires: [IKrex],
-  optional: [ICommandPalette, INotebookTracker, ISettingRegistry, ITranslator],
+  optional: [
+    ICommandPalette,
+    ILayoutRestorer,
+    INotebookTracker,
+    ISettingRegistry,
+    ITranslator
+  ],
   activate: (
     app: JupyterFrontEnd,
     krex: IKrex,
     palette: ICommandPalette | null,
+    restorer: ILayoutRestorer | null,
     notebooks: INotebookTracker | null,
     settings: ISettingRegistry | null,
     translator: ITranslator | null
@@ -74,6 +84,7 @@ const panel: JupyterFrontEndPlugin<void> = {
       icon: krexIcon
     });
     app.shell.add(widget, 'right', { rank: 900 });
+    restorer?.add(widget, widget.id);
     const added = addCommands({
       app,
       krex,

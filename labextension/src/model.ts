@@ -155,6 +155,16 @@ export class KrexModel implements IObservableDisposable {
     });
   }
 
+  /** The network is known to be gone: what is shown is stale from now on, until the next try succeeds. */
+  disconnect(): void {
+    if (this._isDisposed || this._socket === null) {
+      return;
+    }
+    this._socket.dispose();
+    this._socket = null;
+    void this._retryLater(true);
+  }
+
   get isDisposed(): boolean {
     return this._isDisposed;
   }

@@ -138,6 +138,19 @@ def test_messages_of_another_version_ask_for_a_reload(page: Page, served: lab.Se
     expect(lab.panel(page).get_by_role("alert", name="Reload this page")).to_be_visible()
 
 
+def test_a_browser_that_goes_offline_shows_stale_data_at_once_and_comes_back(
+    page: Page, context: BrowserContext, served: lab.Server
+) -> None:
+    opened(page, served)
+    status = lab.panel(page).get_by_role("status")
+    expect(status).to_contain_text("live")
+    context.set_offline(True)
+    expect(status).to_contain_text("disconnected")
+    expect(lab.panel(page)).to_contain_text("Below is what was last known")
+    context.set_offline(False)
+    expect(status).to_contain_text("live")
+
+
 def test_a_change_is_soon_on_the_screen(page: Page, served: lab.Server) -> None:
     """Median within 0.2 s, from the server's sending to the page's text, the machine's load included."""
     feed = Feed(page)

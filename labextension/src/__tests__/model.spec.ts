@@ -155,6 +155,18 @@ describe('KrexModel', () => {
     expect(clock.pending).toBe(0);
   });
 
+  it('is stale as soon as the network is known to be gone', async () => {
+    const { model, server } = connected();
+    server.send('status');
+    model.disconnect();
+    await settled();
+    expect(model.feed.kind).toBe('disconnected');
+    expect(server.open_).toBe(0);
+    model.connect();
+    server.send('status');
+    expect(model.feed.kind).toBe('live');
+  });
+
   it('asks for a reload where messages cannot be read, and goes on reading', () => {
     const { model, server } = connected();
     server.say('{"type":"status"}');
