@@ -74,8 +74,14 @@ def start_coordinator(location: Location, *, timeout_s: float = 5.0, options: tu
         with FileLock(directory / "start.lock", timeout=timeout_s, mode=0o600):
             while not _answers(location):
                 if not _another_runs(directory):
-                    _spawn(location, timeout_s, options)
-                    return
+                    try:
+                        _spawn(location, timeout_s, options)
+                    except CoordinatorUnavailable:
+                        # One whose starter is dead may have come first, though there was no sign of it yet.
+                        if not _another_runs(directory):
+                            raise
+                    else:
+                        return
                 # It is about to listen, and who started it is dead; or it is about to end.
                 if time.monotonic() > give_up_s:
                     raise CoordinatorUnavailable(

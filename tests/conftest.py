@@ -16,6 +16,7 @@ import pytest
 from krex_jupyter.devices.nvidia import NvidiaBackend
 from krex_jupyter.runtime import client
 from tests.scripts import Scripts, descendants_matching, state_of, wait_thawed, wait_until
+from tests.terminals import Terminal
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -97,3 +98,11 @@ def scripts(place: Place) -> Iterator[Scripts]:
                 wait_thawed(script.pid, 3.0)
     finally:
         started.end()
+
+
+@pytest.fixture
+def terminal(scripts: Scripts) -> Iterator[Terminal]:
+    """A terminal with a real interactive shell; what runs on it is ended before other scripts are."""
+    found = Terminal()
+    yield found
+    found.end()

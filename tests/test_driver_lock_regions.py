@@ -24,6 +24,7 @@ from krex_jupyter.protocol import SiblingReport
 from tests.conftest import Place
 from tests.scripts import Script, Scripts, is_frozen, state_of, wait_frozen, wait_thawed, wait_until
 from tests.simulated_driver import DEVICES, Work, work_of
+from tests.terminals import Terminal
 from tests.test_protocol_abuse import RawClient
 
 GPU = """
@@ -236,6 +237,41 @@ def test_a_sibling_without_a_context_is_frozen_and_not_locked(gpus: Gpus) -> Non
     with krex.exclusive("cuda:0", cpu="freeze") as region:
         assert is_frozen(plain.pid)
     assert reported(region, plain).gate == "freeze"
+
+
+IN_TERMINAL = (
+    GPU.replace('print("joined", flush=True)', 'print("joined as", os.getpid(), "ready", flush=True)')
+    + """
+for line in sys.stdin:
+    gpu.submit(0.001)
+    print("read", line.strip(), flush=True)
+"""
+)
+
+
+def test_a_script_in_a_terminals_foreground_keeps_its_terminal_though_locked_first(
+    gpus: Gpus, terminal: Terminal
+) -> None:
+    """The lock comes before its shell is stopped, and the shell must go on after it nevertheless."""
+    code = gpus.place.directory / "in_terminal.py"
+    code.write_text("import os\n" + IN_TERMINAL, encoding="utf-8")
+    pid = terminal.run(code, "terminal", str(gpus.directory), DEVICES[0])
+    owner = gpus.owner("freeze")
+    for number in range(10):
+        owner.say("cuda:0")
+        heard(owner, "held")
+        assert is_frozen(pid)
+        assert is_frozen(terminal.shell.pid)
+        owner.say("leave")
+        heard(owner, "left")
+        wait_thawed(terminal.shell.pid)
+        terminal.type(f"line {number}")
+        terminal.read_until(f"read line {number}\n")
+        assert terminal.foreground_group == os.getpgid(pid)
+    assert "Stopped" not in terminal.shown
+    (report, *_) = krex.history()
+    (found,) = [found for found in report.siblings if found.pid == pid]
+    assert (found.gate, found.frozen) == ("driver-lock", True)
 
 
 # --- Bad luck ------------------------------------------------------------------------------------------------------

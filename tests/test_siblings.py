@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import select
 import shlex
 import signal
-import subprocess
 import sys
-import termios
 import time
-from collections.abc import Callable, Iterator
-from pathlib import Path
 
 import pytest
 
 import krex_jupyter as krex
-from krex_jupyter.enforcement.processes import all_pids
+from krex_jupyter.identity import read_stat
 from krex_jupyter.protocol import RegionReport, SiblingReport
 from tests.conftest import Place
 from tests.scripts import (
@@ -25,12 +20,12 @@ from tests.scripts import (
     Script,
     Scripts,
     is_frozen,
-    search_path,
     state_of,
     wait_frozen,
     wait_thawed,
     wait_until,
 )
+from tests.terminals import Terminal
 
 SPIN_S = 0.05
 
@@ -53,6 +48,12 @@ def reported(region: krex.Region, pid: int) -> SiblingReport:
 def codes(report: RegionReport | None) -> set[str]:
     assert report is not None
     return {reason.code for reason in report.reasons}
+
+
+def parent_of(pid: int) -> int:
+    stat = read_stat(pid)
+    assert stat is not None
+    return stat.parent
 
 
 def end_with_children(script: Script) -> None:
@@ -336,57 +337,6 @@ def test_a_sibling_that_dies_while_frozen_harms_nobody(scripts: Scripts) -> None
 # --- Terminals -----------------------------------------------------------------------------------------------------
 
 
-class Terminal:
-    """A real interactive shell on a terminal of its own."""
-
-    def __init__(self) -> None:
-        self.master, slave = os.openpty()
-        attributes = termios.tcgetattr(slave)
-        attributes[3] &= ~termios.ECHO
-        termios.tcsetattr(slave, termios.TCSANOW, attributes)
-        self.shell = subprocess.Popen(
-            ["setsid", "--ctty", "bash", "--norc", "--noprofile", "--noediting", "-i"],
-            stdin=slave,
-            stdout=slave,
-            stderr=slave,
-            env={**os.environ, "PYTHONPATH": search_path(), "PS1": "", "HISTFILE": "", "LC_ALL": "C"},
-        )
-        os.close(slave)
-        self.shown = ""
-
-    def type(self, line: str) -> None:
-        os.write(self.master, line.encode() + b"\n")
-
-    def read_until(self, text: str, within_s: float = 20.0) -> None:
-        """Wait until ``text`` is shown."""
-        give_up_s = time.monotonic() + within_s
-        while text not in self.shown:
-            left_s = give_up_s - time.monotonic()
-            assert left_s > 0, f"{text!r} was not shown within {within_s:g} s: {self.shown!r}"
-            if select.select([self.master], [], [], left_s)[0]:
-                self.shown += os.read(self.master, 4096).decode(errors="replace").replace("\r\n", "\n")
-
-    def run(self, code: Path, *arguments: str) -> int:
-        """Run a script in the foreground; returns its pid, which it shows itself."""
-        self.type(shlex.join([sys.executable, str(code), *arguments]))
-        self.read_until("joined as ")
-        self.read_until("ready\n")
-        return int(self.shown.partition("joined as ")[2].split()[0])
-
-    @property
-    def foreground_group(self) -> int:
-        return os.tcgetpgrp(self.master)
-
-    def end(self, *pids: int) -> None:
-        """Continue and kill what runs on it, the shell last."""
-        for pid in (*pids, self.shell.pid):
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGCONT)
-                os.kill(pid, signal.SIGKILL)
-        os.close(self.master)
-        self.shell.wait(10)
-
-
 IN_TERMINAL = """
 import os, sys
 from krex_jupyter.runtime import client
@@ -408,70 +358,51 @@ for line in sys.stdin:
 """Holds a region from one line to the next, again and again."""
 
 
-@pytest.fixture
-def terminal(scripts: Scripts) -> Iterator[Callable[[], Terminal]]:
-    """Opens terminals and ends them with all that runs on them."""
-    opened: list[Terminal] = []
-
-    def open_one() -> Terminal:
-        opened.append(Terminal())
-        return opened[-1]
-
-    yield open_one
-    for one in opened:
-        one.end(*(pid for pid in all_pids() if _session(pid) == one.shell.pid))
-
-
-def _session(pid: int) -> int:
-    try:
-        return os.getsid(pid)
-    except ProcessLookupError:
-        return 0
-
-
+@pytest.mark.parametrize("shells", [1, 2])
 def test_a_script_in_a_terminals_foreground_keeps_its_terminal(
-    scripts: Scripts, place: Place, terminal: Callable[[], Terminal]
+    scripts: Scripts, place: Place, terminal: Terminal, shells: int
 ) -> None:
     code = place.directory / "in_terminal.py"
     code.write_text(IN_TERMINAL, encoding="utf-8")
-    shell = terminal()
-    pid = shell.run(code)
+    for _ in range(1, shells):
+        terminal.start_shell()
+    pid = terminal.run(code)
     # Not this process: the shell is its child, and children of an owner are never touched.
     owner = scripts(OWNER_ON_COMMAND)
-    for number in range(20):
+    for number in range(10):
         owner.say("enter")
         assert owner.line() == "held"
         assert is_frozen(pid)
-        assert is_frozen(shell.shell.pid)
+        assert is_frozen(parent_of(pid))
+        assert is_frozen(terminal.shell.pid)
         owner.say("leave")
         assert "sibling_ran" not in owner.line()
         wait_thawed(pid)
-        wait_thawed(shell.shell.pid)
-        assert shell.foreground_group == os.getpgid(pid)
-        shell.type(f"line {number}")
-        shell.read_until(f"read line {number}\n")
-    assert "Stopped" not in shell.shown
+        wait_thawed(terminal.shell.pid)
+        assert terminal.foreground_group == os.getpgid(pid)
+        terminal.type(f"line {number}")
+        terminal.read_until(f"read line {number}\n")
+    assert "Stopped" not in terminal.shown
 
 
 def test_a_script_whose_shell_must_not_stop_runs_on(
-    scripts: Scripts, place: Place, terminal: Callable[[], Terminal]
+    scripts: Scripts, place: Place, terminal: Terminal
 ) -> None:
     code = place.directory / "in_terminal.py"
     code.write_text(IN_TERMINAL, encoding="utf-8")
-    shell = terminal()
-    pid = shell.run(code)
-    with krex.exclusive("cpu", peers=[shell.shell.pid]) as region:
-        assert not is_frozen(shell.shell.pid)
-        shell.type("hello")
-        shell.read_until("read hello\n")
+    pid = terminal.run(code)
+    with krex.exclusive("cpu", peers=[terminal.shell.pid]) as region:
+        assert not is_frozen(terminal.shell.pid)
+        terminal.type("hello")
+        terminal.read_until("read hello\n")
     found = reported(region, pid)
     assert (found.gate, found.frozen) == ("observe", False)
     assert "terminal" in found.error
-    assert "Stopped" not in shell.shown
+    assert "Stopped" not in terminal.shown
 
 
 def test_a_script_beside_the_owner_in_one_terminal_runs_on(
-    scripts: Scripts, place: Place, terminal: Callable[[], Terminal]
+    scripts: Scripts, place: Place, terminal: Terminal
 ) -> None:
     """The owner was started in the background of the terminal that has the sibling in its foreground."""
     code, owner = place.directory / "in_terminal.py", place.directory / "owner.py"
@@ -480,20 +411,19 @@ def test_a_script_beside_the_owner_in_one_terminal_runs_on(
     to_owner, from_owner = place.directory / "to_owner", place.directory / "from_owner"
     for pipe in (to_owner, from_owner):
         os.mkfifo(pipe)
-    shell = terminal()
     say = os.open(to_owner, os.O_RDWR)
     hear = os.open(from_owner, os.O_RDWR)
     try:
         start = f"{shlex.join([sys.executable, str(owner), 'cpu'])} < {to_owner} > {from_owner}"
         # The shell takes no other command once the sibling is in its foreground: the owner is started on a line.
-        shell.type(f"(read _ < {to_owner}; exec {start}) &")
-        pid = shell.run(code)
+        terminal.type(f"(read _ < {to_owner}; exec {start}) &")
+        pid = terminal.run(code)
         os.write(say, b"own\n")
         assert _read_line(hear).startswith("held")
         assert not is_frozen(pid)
-        assert not is_frozen(shell.shell.pid)
-        shell.type("hello")
-        shell.read_until("read hello\n")
+        assert not is_frozen(terminal.shell.pid)
+        terminal.type("hello")
+        terminal.read_until("read hello\n")
         os.write(say, b"leave\n")
         assert _read_line(hear).startswith("left")
     finally:

@@ -12,7 +12,7 @@ import pytest
 
 import krex_jupyter as krex
 from krex_jupyter import app
-from krex_jupyter.launch import start_coordinator
+from krex_jupyter.launch import python_command, start_coordinator
 from krex_jupyter.locate import Location, location
 from krex_jupyter.runtime import client
 from tests.conftest import Place
@@ -120,6 +120,25 @@ def test_stopping_the_coordinator_sets_everybody_free(
     assert holder.line().split()[:2] == ["left", "revoked"]
     with krex.exclusive("cpu", timeout=5):
         pass
+
+
+def test_a_coordinator_whose_starter_died_is_waited_for(place: Place) -> None:
+    """It was on its way, without a sign of it, when another was started: only one of the two may serve."""
+    for _ in range(4):
+        orphan = subprocess.Popen(
+            python_command(
+                "krex_jupyter.coordinator",
+                "--socket",
+                str(place.socket),
+                "--lock-dir",
+                os.environ["KREX_LOCK_DIR"],
+            ),
+            stderr=subprocess.DEVNULL,
+        )
+        start_coordinator(location())
+        assert krex.status().coordinator_pid == place.coordinator()
+        orphan.wait(10)
+        assert app.main(["serve", "--stop"]) == 0
 
 
 def test_stopping_where_none_runs_says_so(place: Place, capsys: pytest.CaptureFixture[str]) -> None:

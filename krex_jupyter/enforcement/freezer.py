@@ -52,8 +52,9 @@ def freeze(
 
     Args:
         wanted: in the order in which they are to be stopped.
-        first: those that must be seen standing before any of ``wanted`` is asked to stop. A shell whose job stops
-            before it does itself takes the terminal back, and it may do so between its signal and its stop.
+        first: those that must be seen standing, one after the other, before any of ``wanted`` is asked to stop. A
+            shell whose job stops before it does itself takes the terminal back, and it may do so between its
+            signal and its stop.
         announce: writes down what is about to be stopped.
         newborn: given processes that stand still, returns those of their children that are to be stopped too
             and are not known yet.
@@ -61,15 +62,16 @@ def freeze(
         verify_s: bound for one generation to be seen standing.
         beat: called while waiting, so that the caller can show that it lives.
 
-    Blocks for at most ``freeze_s`` plus twice ``verify_s``.
+    Blocks for at most ``freeze_s``, and ``verify_s`` for each of ``first`` and once more.
     """
     result = Frozen()
     give_up_s = time.monotonic() + freeze_s
-    later = list(wanted)
-    generation = list(first)
+    later = [*([handle] for handle in first), list(wanted)]
+    generation: list[ProcessHandle] = []
     while generation or later:
         if not generation:
-            generation, later = later, []
+            generation = later.pop(0)
+            continue
         announce(generation)
         for handle in list(generation):
             try:

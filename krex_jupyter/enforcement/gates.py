@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from krex_jupyter.protocol import ProcessRef
@@ -67,8 +67,9 @@ class Gated:
     regions: set[str] = field(default_factory=set)
     locked: bool = False
     frozen: bool = False
-    goes_on_last: bool = False
-    """A terminal's shell: stopped before its jobs and continued after them, so that it never sees one stopped."""
+    shell: int = 0
+    """Not 0 for a terminal's shell: stopped before its jobs, and continued after them, so that it never sees one
+    stopped. A shell that is another one's job has the larger number."""
     calls: int = 0
     """Driver calls under way or queued."""
     waiting: list[Locked] = field(default_factory=list)
@@ -170,14 +171,16 @@ class Gates:
         wanted: list[Gated],
         region_id: str,
         adopt: Callable[[ProcessHandle], bool],
-        first: Collection[int] = (),
+        first: Sequence[int] = (),
     ) -> tuple[list[tuple[Gated, str]], float]:
         """Freeze processes and what they bear meanwhile.
 
         Returns the refused ones with the reason, and the seconds spent on proving that the others stand still.
         ``adopt`` is asked for every newborn process whether it is to be frozen too. ``first`` are the pids of those
-        of ``wanted`` that must stand before the others are stopped, and go on after them. Raises `OSError` where the
-        journal cannot be written; what was frozen before that is undone by releasing the region.
+        of ``wanted`` that must stand, in this order, before the others are stopped, and go on after them.
+
+        Raises `OSError` where the journal cannot be written; what was frozen before that is undone by releasing the
+        region.
         """
 
         def announce(handles: list[ProcessHandle]) -> None:
@@ -191,11 +194,12 @@ class Gates:
             return [handle for handle in self._scanner.discover(parents) if adopt(handle)]
 
         for gated in wanted:
-            gated.goes_on_last |= gated.handle.pid in first
-        standing = [gated for gated in wanted if not gated.frozen]
+            if gated.handle.pid in first:
+                gated.shell = 1 + first.index(gated.handle.pid)
+        running = [gated for gated in wanted if not gated.frozen]
         result = freeze(
-            [gated.handle for gated in standing if not gated.goes_on_last],
-            first=[gated.handle for gated in standing if gated.goes_on_last],
+            [gated.handle for gated in running if not gated.shell],
+            first=[gated.handle for gated in sorted(running, key=_shell) if gated.shell],
             announce=announce,
             newborn=newborn,
             freeze_s=FREEZE_S,
@@ -310,7 +314,7 @@ class Gates:
     def _thaw(self, frozen: list[Gated]) -> None:
         if not frozen:
             return
-        for gated in sorted(frozen, key=lambda gated: gated.goes_on_last):
+        for gated in sorted(frozen, key=lambda gated: (gated.shell > 0, -gated.shell)):
             resume(gated.handle)
             gated.frozen = False
         wait_running([gated.handle for gated in frozen], VERIFY_S)
@@ -390,6 +394,10 @@ class Gates:
             self._journal.write(act, state, processes)
         except OSError as error:
             self._warn(f"the journal cannot be written: {error}")
+
+
+def _shell(gated: Gated) -> int:
+    return gated.shell
 
 
 def _is_stopped(gated: Gated) -> bool:

@@ -307,7 +307,7 @@ class Guardian:
         view = handle.view(gpu=False)
         if view is None or watch.process == region.enter.owner:
             return
-        processes = self._chain(region.enter.owner.pid) | self._shell_of(view) | {view.pid: view}
+        processes = self._chain(region.enter.owner.pid) | self._shells_of(view) | {view.pid: view}
         request = self._request(region.enter, driver_lock=False)
         steps = plan(request, [Root(pid=view.pid, uid=watch.uid)], processes)
         region.steps.update({step.pid: step for step in steps})
@@ -400,7 +400,7 @@ class Guardian:
             if gated is not None and gated.frozen:
                 view = view.running()
             processes[pid] = view
-            for shell_pid, shell in self._shell_of(view).items():
+            for shell_pid, shell in self._shells_of(view).items():
                 processes.setdefault(shell_pid, shell)
         return plan(self._request(enter, driver_lock=enter.driver_lock), roots, processes)
 
@@ -435,20 +435,31 @@ class Guardian:
         self._chains[asked] = (now_s, dict(chain))
         return chain
 
-    def _shell_of(self, view: ProcessView) -> dict[int, ProcessView]:
-        """The leader of the session of a process in a terminal's foreground; empty for others."""
+    def _shells_of(self, view: ProcessView) -> dict[int, ProcessView]:
+        """The ancestors of a process in a terminal's foreground, up to its session's leader; empty for others."""
+        shells: dict[int, ProcessView] = {}
         if not view.foreground or view.session == view.pid:
-            return {}
+            return shells
+        pid = view.parent
+        while pid > 1 and pid not in shells:
+            shell = self._look_at(pid)
+            if shell is None or shell.session != view.session:
+                break
+            shells[pid] = shell
+            pid = shell.parent
+        leader = None if view.session in shells else self._look_at(view.session)
+        return shells if leader is None else {**shells, leader.pid: leader}
+
+    def _look_at(self, pid: int) -> ProcessView | None:
+        """A process that nobody follows, as of now."""
         try:
-            handle = ProcessHandle.open(view.session)
+            handle = ProcessHandle.open(pid)
         except ProcessLookupError:
-            return {}
-        shell = handle.view(gpu=False)
+            return None
+        view = handle.view(gpu=False)
         handle.close()
-        gated = self._gates.get(view.session)
-        if shell is not None and gated is not None and gated.frozen:
-            shell = shell.running()
-        return {} if shell is None else {shell.pid: shell}
+        gated = self._gates.get(pid)
+        return view.running() if view is not None and gated is not None and gated.frozen else view
 
     def _lock(self, region: _Region, steps: tuple[Step, ...]) -> None:
         """Take up the steps that are new to the region, and begin to lock those that are to be locked."""
@@ -577,7 +588,7 @@ class Guardian:
                     return step.freeze == "yes"
             return False
 
-        shells = {step.pid for step in steps if step.first}
+        shells = [step.pid for step in steps if step.first]
         refused, verify_s = self._gates.freeze(wanted, region_id, adopt, shells)
         for gated, why in refused:
             pid = gated.handle.pid

@@ -38,6 +38,8 @@ class ProcessView:
     """libcuda is mapped, or may be: unknown counts as mapped."""
     foreground: bool = False
     """It is in the foreground group of a controlling terminal."""
+    group: int = 0
+    """Its process group: a shell with job control gives each of its jobs one of its own."""
 
     def running(self) -> ProcessView:
         """The same of a process that is stopped by us, not by somebody else."""
@@ -82,7 +84,7 @@ class Step:
     lock: bool = False
     freeze: FreezeWhen = "no"
     first: bool = False
-    """A terminal's shell: it must stand before its jobs are stopped, and go on after them."""
+    """A terminal's shell: it must stand before what comes behind it in the plan is stopped, and go on after it."""
     reason: str = ""
     """Why it is only observed, or why it is not frozen."""
 
@@ -139,23 +141,25 @@ def plan(request: Request, roots: Iterable[Root], processes: Mapping[int, Proces
     # A shell that sees its job stop takes the terminal back, so it is stopped before the job, or the job runs on.
     shells: dict[int, Step] = {}
     for pid, step in list(steps.items()):
-        shell = _job_control_shell(processes, processes[pid]) if step.freeze != "no" else None
-        if shell is None:
-            continue
-        own = steps.get(shell)
-        if own is not None:
-            may_stop = own.freeze != "no" or not own.reason
+        found: dict[int, Step] = {}
+        for shell in _job_control_shells(processes, processes[pid]) if step.freeze != "no" else ():
+            own = steps.get(shell)
+            if own is not None:
+                may_stop = own.freeze != "no" or not own.reason
+            else:
+                never = shell in belongs or shell in untouchable or shell in above_owner
+                may_stop = not never and not _why_not_touched(processes[shell], by_pid[step.root].uid)
+            if not may_stop:
+                reason = f"it runs in the foreground of a terminal whose shell (pid {shell}) must not stop"
+                steps[pid] = Step(pid, step.root, "observe", reason=reason)
+                break
+            if own is not None and own.lock:
+                found[shell] = replace(own, freeze="yes", first=True)
+            else:
+                root = step.root if own is None else own.root
+                found[shell] = Step(shell, root, "freeze", freeze="yes", first=True)
         else:
-            never = shell in belongs or shell in untouchable or shell in above_owner
-            may_stop = not never and not _why_not_touched(processes[shell], by_pid[step.root].uid)
-        if not may_stop:
-            reason = f"it runs in the foreground of a terminal whose shell (pid {shell}) must not stop"
-            steps[pid] = Step(pid, step.root, "observe", reason=reason)
-        elif own is not None and own.lock:
-            shells[shell] = replace(own, freeze="yes", first=True)
-        else:
-            root = step.root if own is None else own.root
-            shells[shell] = Step(shell, root, "freeze", freeze="yes", first=True)
+            shells.update(found)
     return (*shells.values(), *(step for pid, step in steps.items() if pid not in shells))
 
 
@@ -209,10 +213,22 @@ def _why_not_touched(view: ProcessView, uid: int) -> str:
     return ""
 
 
-def _job_control_shell(processes: Mapping[int, ProcessView], view: ProcessView) -> int | None:
-    """The shell that would see this process stop and take its terminal back: the leader of its session.
+def _job_control_shells(processes: Mapping[int, ProcessView], view: ProcessView) -> list[int]:
+    """The shells that would see this process stop and take its terminal back, the outermost first.
 
-    None for a process that is not in a terminal's foreground, or is its session's leader.
+    That is the leader of its session, and those of its ancestors below that which gave it, or each other, a
+    process group: a shell that was started in a shell is a job of that one and has jobs of its own. Empty for a
+    process that is not in a terminal's foreground, or is its session's leader.
     """
-    in_job = view.foreground and view.session != view.pid
-    return view.session if in_job and view.session in processes else None
+    if not view.foreground or view.session == view.pid:
+        return []
+    found: list[int] = []
+    group, above = view.group, processes.get(view.parent)
+    while above is not None and above.session == view.session and above.pid not in (view.session, *found):
+        if above.group != group:
+            found.append(above.pid)
+            group = above.group
+        above = processes.get(above.parent) if above.parent != above.pid else None
+    if view.session in processes:
+        found.append(view.session)
+    return found[::-1]

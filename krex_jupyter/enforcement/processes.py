@@ -227,6 +227,7 @@ class ProcessHandle:
             stopped=stat.state == "T",
             traced=self._tracer != 0 or stat.state == "t",
             libcuda=gpu and self.libcuda(),
+            group=stat.group,
             foreground=stat.terminal != 0 and stat.foreground_group == stat.group,
         )
 

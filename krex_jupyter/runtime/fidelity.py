@@ -35,9 +35,8 @@ class OwnerWatch:
     """Evidence of one region on the thread that creates it: `start`, the body, `stop`."""
 
     def __init__(self) -> None:
-        # The thread's file is opened here, outside the region.
         self._tid = _native_id()
-        self._fd = _open_schedstat(self._tid)
+        self._fd = _own_schedstat()
         self._before: _Reading | None = None
 
     def start(self) -> None:
@@ -71,12 +70,6 @@ class OwnerWatch:
             **also,  # type: ignore[arg-type]  # the caller's fields are the struct's
         )
 
-    def close(self) -> None:
-        """Close the file; idempotent."""
-        if self._fd >= 0:
-            os.close(self._fd)
-            self._fd = -1
-
     def _read(self) -> _Reading:
         busy_s, steal_s = _host_cpu()
         usage = resource.getrusage(resource.RUSAGE_THREAD)
@@ -96,11 +89,35 @@ def _native_id() -> int:
     return threading.get_native_id()
 
 
-def _open_schedstat(tid: int) -> int:
-    try:
-        return os.open(f"/proc/self/task/{tid}/schedstat", os.O_RDONLY | os.O_CLOEXEC)
-    except OSError:
-        return -1
+class _OpenFile:
+    """A descriptor that is closed with the thread it belongs to."""
+
+    def __init__(self, path: str) -> None:
+        self.pid = os.getpid()
+        try:
+            self.fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        except OSError:
+            self.fd = -1
+
+    def __del__(self) -> None:
+        if self.fd >= 0:
+            os.close(self.fd)
+
+
+class _OfThread(threading.local):
+    schedstat: _OpenFile | None = None
+
+
+_of_thread = _OfThread()
+
+
+def _own_schedstat() -> int:
+    """This thread's open `schedstat`; -1 where there is none. Opened once per thread: regions come in numbers."""
+    found = _of_thread.schedstat
+    if found is None or found.pid != os.getpid():
+        # A forked child inherits its parent's file, which is about the parent.
+        found = _of_thread.schedstat = _OpenFile(f"/proc/self/task/{_native_id()}/schedstat")
+    return found.fd
 
 
 def _schedstat(fd: int) -> tuple[int, int] | None:

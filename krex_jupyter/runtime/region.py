@@ -556,7 +556,6 @@ class _Held:
     def stop(self, *, interrupted: bool) -> OwnerEvidence:
         """Read evidence again, then unpin."""
         evidence = self._watch.stop(interrupted=interrupted)
-        self._watch.close()
         self._pinning.close()
         if self._token is not None:
             try:

@@ -19,6 +19,7 @@ import functools
 import sys
 import time
 import uuid
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -456,8 +457,11 @@ class TorchTimer(_EventTimer):
         # A capture that fails leaves PyTorch's allocator and random generators in capture: calls that synchronise,
         # the usual cause, are found by a trial first.
         mode = self._cuda.get_sync_debug_mode()
-        self._cuda.set_sync_debug_mode("error")
         try:
+            with warnings.catch_warnings():
+                # PyTorch warns that the mode is a prototype and misses some calls; the capture finds those.
+                warnings.simplefilter("ignore", UserWarning)
+                self._cuda.set_sync_debug_mode("error")
             call()
         except RuntimeError as error:
             raise GraphRefused(f"it synchronises: {_first_line(error)}") from error

@@ -430,6 +430,30 @@ def test_a_shell_that_is_a_member_itself_is_frozen_before_its_job() -> None:
     assert {step.freeze for step in steps.values()} == {"yes"}
 
 
+def nested(**of_the_inner_shell: object) -> list[ProcessView]:
+    """A script (60) started by a command (50) of a shell (40) that was started in the terminal's shell (30)."""
+    return [
+        view(10),
+        view(30, group=30),
+        view(40, 30, session=30, group=40, **of_the_inner_shell),
+        view(50, 40, session=30, group=50, foreground=True),
+        view(60, 50, session=30, group=50, foreground=True),
+    ]
+
+
+def test_of_a_shell_within_a_shell_the_outer_one_is_frozen_first() -> None:
+    steps = steps_of(nested(), [Root(60, UID)])
+    assert list(steps) == [30, 40, 60]
+    assert [step.first for step in steps.values()] == [True, True, False]
+
+
+def test_where_the_inner_shell_must_not_stop_the_outer_one_runs_on_too() -> None:
+    steps = steps_of(nested(traced=True), [Root(60, UID)])
+    assert steps.keys() == {60}
+    assert steps[60].gate == "observe"
+    assert "pid 40" in steps[60].reason
+
+
 def test_a_script_in_the_foreground_of_a_background_session_needs_no_shell() -> None:
     views = [view(10), view(30), view(20, 30, session=30, foreground=False)]
     assert list(steps_of(views, [Root(20, UID)])) == [20]

@@ -69,7 +69,8 @@ def test_events_read_a_known_duration(spin: Callable[[float], None], duration_s:
 def test_events_and_the_host_clock_agree_on_a_long_call(spin: Callable[[float], None]) -> None:
     by_events = krex.measure(spin, (5e-3,), device="cuda:0", timer="cupy")
     by_host = krex.measure(spin, (5e-3,), device="cuda:0", timer="host")
-    assert by_host.timer == "host clock + device-wide synchronise"
+    # It may take several calls per sample: waiting for the device is coarser than its events.
+    assert by_host.timer.startswith("host clock + device-wide synchronise")
     assert by_host.median_s == pytest.approx(by_events.median_s, rel=0.05)
 
 
@@ -164,7 +165,8 @@ def run(x, out):
     double[(triton.cdiv(x.numel(), 1024),)](x, out, x.numel(), BLOCK=1024)
 found = krex.measure(run, (x, out), device="cuda:0", check=lambda _: bool((out == 2).all()))
 assert found.valid, found
-assert found.timer == "device events (torch)", found
+# On a fast device the call is below 50 us, and is then launched from a graph.
+assert found.timer.startswith("device events (torch)"), found
 print("ok", found.median_s)
 """
     )
@@ -198,6 +200,11 @@ def double(x, out):
 
 x = cuda.to_device(np.ones(1 << 24, dtype=np.float32))
 out = cuda.device_array_like(x)
+try:
+    double[x.size // 256, 256](x, out)
+except AttributeError as error:
+    print("skip", f"this Numba does not go with NumPy {np.__version__}: {error}")
+    sys.exit(0)
 found = krex.measure(lambda: double[x.size // 256, 256](x, out), device="cuda:0")
 assert found.timer == "device events (numba)", found
 print("ok", found.median_s)

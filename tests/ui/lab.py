@@ -133,7 +133,9 @@ def server(
     try:
         wait_until(
             # It is written while it is there already.
-            lambda: (found.exists() and found.read_text().rstrip().endswith("}")) or process.poll() is not None,
+            lambda: (
+                (found.exists() and found.read_text().rstrip().endswith("}")) or process.poll() is not None
+            ),
             "the server runs",
             60.0,
             lambda: log.read_text()[-2000:],

@@ -204,7 +204,9 @@ def test_a_server_that_does_not_permit_it_says_whom_to_ask(context: BrowserConte
         page = context.new_page()
         lab.open_notebook(page, served, "softmax.ipynb", wait=False)
         expect(lab.indicator(page)).to_contain_text("no permission")
-        expect(lab.show_panel(page).get_by_role("alert", name="No permission")).to_contain_text("administrator")
+        expect(lab.show_panel(page).get_by_role("alert", name="No permission")).to_contain_text(
+            "administrator"
+        )
 
 
 def test_notebook_7_has_the_toolbar_item_and_the_panel(context: BrowserContext, tmp_path: Path) -> None:
