@@ -121,7 +121,8 @@ def test_leaving_the_queue_from_the_panel_ends_the_wait_in_the_notebook(
 def test_a_reload_in_the_middle_shows_the_truth_and_the_report_can_be_copied(
     context: BrowserContext, tmp_path: Path
 ) -> None:
-    with lab.server("lab", tmp_path, cells=TWO_NOTEBOOKS) as served:
+    # Below a base URL, as behind a hub's proxy.
+    with lab.server("lab", tmp_path, "--ServerApp.base_url=/user/somebody/", cells=TWO_NOTEBOOKS) as served:
         matmul, softmax = two_pages(context, served)
         lab.run_cell(matmul, 1, wait=False)
         expect(lab.indicator(softmax)).to_contain_text("paused while tune-matmul measures")
@@ -218,6 +219,15 @@ def test_notebook_7_has_the_toolbar_item_and_the_panel(context: BrowserContext, 
         expect(lab.panel(softmax).get_by_role("group", name="Holder")).to_contain_text("tune-matmul.ipynb")
         served.make("one")
         expect(lab.indicator(softmax)).to_have_text("○KREX")
+
+
+def test_the_other_pages_of_notebook_7_are_left_in_peace(context: BrowserContext, tmp_path: Path) -> None:
+    # What the extension writes to the console, or throws, fails the test (see the fixture).
+    with lab.server("notebook", tmp_path, cells=TWO_NOTEBOOKS) as served:
+        page = context.new_page()
+        page.goto(served.address("tree"))
+        expect(page.get_by_text("softmax.ipynb").first).to_be_visible(timeout=60_000)
+        expect(page.locator(".jp-krex-Indicator")).to_have_count(0)
 
 
 def test_the_palette_has_the_commands(context: BrowserContext, tmp_path: Path) -> None:
