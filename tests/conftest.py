@@ -14,9 +14,20 @@ from pathlib import Path
 import pytest
 
 from krex_jupyter.devices.nvidia import NvidiaBackend
-from krex_jupyter.runtime import client
+from krex_jupyter.runtime import client, region
 from tests.scripts import Scripts, descendants_matching, state_of, wait_thawed, wait_until
 from tests.terminals import Terminal
+
+
+def pytest_configure() -> None:
+    """Ctrl-C works here and in what tests start, also where this run is a shell's background job, which ignores it."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@pytest.fixture(autouse=True)
+def _outside_any_region() -> None:
+    """What one test failed to leave is not the next one's region."""
+    region._current.set(None)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
