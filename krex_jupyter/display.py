@@ -368,6 +368,9 @@ def who(label: str, notebook: str, pid: int) -> str:
 # --- While waiting ------------------------------------------------------------------------------------------
 
 
+_STARTED = "exclusive region …"
+
+
 class WaitingLine:
     """One output of a cell: first where its request stands, in the end the badge.
 
@@ -383,21 +386,28 @@ class WaitingLine:
         self._quiet = quiet
         self._display_id = uuid.uuid4().hex
         self._placed = False
+        self._waited = False
         self._shown = ""
 
     def start(self) -> None:
         """Take the output's place in the cell."""
         if self._live and not self._quiet:
-            self._show("asking for the device …")
+            self._show(_STARTED)
 
     def queued(self, message: Queued) -> None:
         """Show where the request stands; called by the waiting thread, at most four times a second."""
         line = queued_text(message)
         if self._live:
+            self._waited = True
             self._show(line)
         elif not self._shown:
             self._shown = line
             print(line, flush=True)
+
+    def granted(self) -> None:
+        """Say that the wait is over, where one was shown; costs the region nothing where it did not wait."""
+        if self._waited:
+            self._show(_STARTED)
 
     def finish(self, report: RegionReport | None, refusal: BaseException | None = None) -> None:
         """Become the badge; without a report say why the region was not entered, or vanish."""

@@ -482,6 +482,7 @@ class _Run:
         entry = self._entry()
         try:
             with entry as self._region:
+                self._line.granted()
                 self._value = self.compiled.run(self._shell)
                 self._ran = True
         finally:
@@ -494,6 +495,7 @@ class _Run:
         try:
             with _signals_wake_the_loop():
                 async with entry as self._region:
+                    self._line.granted()
                     self._value = await self.compiled.run_async(self._shell)
                     self._ran = True
         finally:

@@ -9,8 +9,12 @@ import signal
 import subprocess
 import sys
 import time
+import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
+
+from tests.left_overs import processes_that_mention
 
 ROOT = Path(__file__).parent.parent
 
@@ -205,9 +209,12 @@ class Scripts:
         self.stopped_by_test: set[int] = set()
         """Pids that a test stopped on purpose; nobody else may continue them."""
         self._counters: list[Counter] = []
+        self._mark = uuid.uuid4().hex
+        """In the environment of every script and of whatever it starts, however that detaches itself."""
 
-    def __call__(self, code: str, *arguments: str, **options: object) -> Script:
-        script = Script(code, *arguments, **options)  # type: ignore[arg-type]
+    def __call__(self, code: str, *arguments: str, **options: Any) -> Script:
+        options["env"] = {**(options.get("env") or {}), "KREX_TEST_SCRIPTS": self._mark}
+        script = Script(code, *arguments, **options)
         self.started.append(script)
         return script
 
@@ -240,6 +247,11 @@ class Scripts:
     def end(self) -> None:
         for script in self.started:
             script.end()
+        for pid in processes_that_mention(self._mark):
+            # A daemon of a script that was killed before it could end it.
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGCONT)
+                os.kill(pid, signal.SIGKILL)
         for counter in self._counters:
             counter.close()
 
