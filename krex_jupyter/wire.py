@@ -53,7 +53,8 @@ class Codec(Generic[T]):
         """The message in ``body``; raises `WireError` where it is none of this direction."""
         try:
             return self._decoder.decode(body)
-        except (msgspec.DecodeError, msgspec.ValidationError, RecursionError) as error:
+        except (msgspec.DecodeError, msgspec.ValidationError, UnicodeDecodeError, RecursionError) as error:
+            # Bad UTF-8 is a UnicodeDecodeError in older versions of msgspec.
             raise WireError(f"not a message of this protocol: {error}") from error
 
 

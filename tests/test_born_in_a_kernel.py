@@ -17,7 +17,7 @@ from typing import Any, cast
 import pytest
 
 import krex_jupyter as krex
-from krex_jupyter.demo.server import JupyterServer, NotebookKernel
+from krex_jupyter.demo.server import JupyterServer, NotebookKernel, free_port
 from tests.conftest import Place
 from tests.scripts import Scripts, is_frozen, search_path, wait_thawed, wait_until
 
@@ -31,6 +31,14 @@ class PlainServer:
     process: subprocess.Popen[bytes]
     url: str
     token: str = TOKEN
+
+    def answers(self) -> bool:
+        request = urllib.request.Request(self.url + "api", headers={"Authorization": f"token {self.token}"})
+        try:
+            with urllib.request.urlopen(request, timeout=5):
+                return True
+        except OSError:
+            return False
 
     def post(self, path: str, body: dict[str, Any]) -> Any:
         request = urllib.request.Request(
@@ -53,7 +61,7 @@ def server(tmp_path: Path, place: Place) -> Iterator[PlainServer]:
             "jupyter_server",
             "--no-browser",
             "--allow-root",
-            "--ServerApp.port=0",
+            f"--ServerApp.port={free_port()}",
             "--ServerApp.jpserver_extensions={'krex_jupyter': False}",
             f"--IdentityProvider.token={TOKEN}",
             f"--ServerApp.root_dir={tmp_path}",
@@ -66,7 +74,10 @@ def server(tmp_path: Path, place: Place) -> Iterator[PlainServer]:
     try:
         wait_until(info.exists, "the server has written where it listens", 60.0)
         wait_until(lambda: info.read_text().strip().endswith("}"), "it has written all of it", 5.0)
-        yield PlainServer(process, json.loads(info.read_text())["url"])
+        started = PlainServer(process, json.loads(info.read_text())["url"])
+        # It writes the file before it listens.
+        wait_until(started.answers, "the server answers", 30.0)
+        yield started
     finally:
         if process.poll() is None:
             process.terminate()

@@ -87,7 +87,7 @@ def test_importing_after_ipython_takes_less_than_50_ms() -> None:
 
 
 ELSEWHERE = """
-import asyncio, filelock, msgspec, sys  # what others wrote would look for that platform's parts
+import asyncio, filelock, ipywidgets, msgspec, sys  # what others wrote would look for that platform's parts
 sys.platform = {platform!r}
 for name in {missing!r}:
     sys.modules[name] = None  # as where the module does not exist

@@ -63,6 +63,16 @@ class Outcome:
     text: str = ""
 
 
+def free_port() -> int:
+    """A port that was free a moment ago.
+
+    Asked for port 0, older Jupyter servers write 0 down as their own, and cannot be found.
+    """
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
 class NotebookKernel:
     """One notebook's kernel, over its websocket. Used by one thread at a time."""
 
@@ -287,7 +297,7 @@ class JupyterServer:
             "jupyter_server",
             "--no-browser",
             "--ServerApp.ip=127.0.0.1",
-            "--ServerApp.port=0",
+            f"--ServerApp.port={free_port()}",
             "--ServerApp.open_browser=False",
             f"--ServerApp.root_dir={self._root}",
             "--ServerApp.jpserver_extensions={'krex_jupyter': True}",
