@@ -160,7 +160,7 @@ def _serve(arguments: argparse.Namespace) -> int:
 
 def _stop(state: Path) -> int:
     """End the coordinator of ``state`` politely: it sets everybody free before it goes."""
-    import select
+    from krex_jupyter.identity import has_ended
 
     pid = _pid_in(state / "coordinator.lock")
     if pid is None:
@@ -172,9 +172,7 @@ def _stop(state: Path) -> int:
         print(f"no coordinator runs in {state}")
         return 0
     signal.pidfd_send_signal(pidfd, signal.SIGTERM)
-    poller = select.poll()
-    poller.register(pidfd, select.POLLIN)
-    if not poller.poll(5000):
+    if not has_ended(pidfd, within_s=5.0):
         print(
             f"krex: the coordinator (pid {pid}) did not end within 5 s; run: kill -9 {pid}", file=sys.stderr
         )

@@ -8,11 +8,15 @@ Shared by the coordinator, which learns of processes, and the guardian, which ac
 from __future__ import annotations
 
 import os
+import select
+import socket
 from dataclasses import dataclass
 from pathlib import Path
 
 from .protocol import ProcessRef
 
+_SO_PEERPIDFD = 77
+"""`include/uapi/asm-generic/socket.h`; Linux 6.5. Python 3.11 has no constant for it."""
 STAT_BYTES = 1024
 """More than any `/proc/PID/stat` has."""
 
@@ -103,6 +107,30 @@ def open_same(process: ProcessRef) -> int | None:
         return pidfd
     os.close(pidfd)
     return None
+
+
+def has_ended(pidfd: int, within_s: float = 0.0) -> bool:
+    """Whether the process behind a pidfd has ended (a zombie has), or does so within ``within_s``."""
+    poller = select.poll()
+    poller.register(pidfd, select.POLLIN)
+    return bool(poller.poll(within_s * 1e3))
+
+
+def peer_pidfd(connection: socket.socket) -> int | None:
+    """A pidfd of the process at the other end, to be closed by the caller; None before Linux 6.5, or once it ended."""
+    try:
+        return connection.getsockopt(socket.SOL_SOCKET, _SO_PEERPIDFD)
+    except OSError:
+        return None
+
+
+def maps_any(pid: int, *names: bytes) -> bool | None:
+    """Whether a file whose path contains one of ``names`` is mapped in a process; None where that is unreadable."""
+    try:
+        maps = Path(f"/proc/{pid}/maps").read_bytes()
+    except OSError:
+        return None
+    return any(name in maps for name in names)
 
 
 def _inodes_unique() -> bool:

@@ -138,7 +138,7 @@ def connect(path: Path) -> socket.socket:
         with short_address(path) as address:
             connection.connect(address)
         connection.settimeout(None)
-        pid, uid, _ = struct.unpack("3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
+        pid, uid = peer_credentials(connection)
         if uid not in (0, os.getuid()):
             raise CoordinatorUnavailable(
                 f"The process that answers at {path} (pid {pid}) belongs to uid {uid}, not to you or root. "
@@ -148,6 +148,12 @@ def connect(path: Path) -> socket.socket:
         connection.close()
         raise
     return connection
+
+
+def peer_credentials(connection: socket.socket) -> tuple[int, int]:
+    """(pid, uid) of the process that opened, or listens at, the other end; pid 0 where it is not visible here."""
+    pid, uid, _ = struct.unpack("3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
+    return pid, uid
 
 
 @contextlib.contextmanager

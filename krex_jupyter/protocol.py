@@ -693,6 +693,11 @@ class Heartbeat(Message, frozen=True, kw_only=True, tag="heartbeat"):
     count: int
 
 
+HEARTBEAT_S = 0.1
+LATE_S = 0.5
+"""A peer that was not heard for so long while somebody is gated is taken for dead or stopped."""
+
+
 class Ready(Message, frozen=True, kw_only=True, tag="ready"):
     """The guardian has the journal's lock and has replayed it."""
 

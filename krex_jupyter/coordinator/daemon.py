@@ -26,8 +26,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from krex_jupyter.identity import pid_of, read_stat, reference
+from krex_jupyter.identity import has_ended, pid_of, read_stat, reference
 from krex_jupyter.protocol import (
+    HEARTBEAT_S,
+    LATE_S,
     PROTOCOL_VERSION,
     Acquire,
     Audit,
@@ -84,8 +86,8 @@ from . import history as history_module
 from .admission import Host, bad_request, effective_policy, refusal
 from .device_locks import DeviceLocks
 from .device_watch import DeviceWatch, Look
-from .guardian_link import HEARTBEAT_S, LATE_S, GuardianLink
-from .peers import Connection, Participant, PeerRefused, has_ended, new_codec
+from .guardian_link import GuardianLink
+from .peers import Connection, Participant, PeerRefused, new_codec
 from .picture import Picture
 from .queue import Arbiter, Ticket
 from .regions import Region
@@ -136,7 +138,6 @@ class Coordinator:
         reserved_cores: dict[str, tuple[int, ...]],
         system: bool,
     ) -> None:
-        self._socket_path = socket_path
         self._settings = settings
         self._thresholds = settings.thresholds()
         self._devices = devices

@@ -10,10 +10,12 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 
 from krex_jupyter.devices import Devices
+from krex_jupyter.identity import maps_any
 from krex_jupyter.workers import Workers
+
+_GPU_LIBRARIES = (b"/libcuda.so", b"/libamdhip64.so", b"/libhsa-runtime64.so")
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +63,9 @@ class DeviceWatch:
 
         def work() -> None:
             looks = {uuid: self._look(uuid) for uuid in self._gpus}
-            libraries = {pid: mapped for pid in unknown if (mapped := maps_gpu_library(pid)) is not None}
+            libraries = {
+                pid: mapped for pid in unknown if (mapped := maps_any(pid, *_GPU_LIBRARIES)) is not None
+            }
 
             def arrived() -> None:
                 self._busy = False
@@ -82,12 +86,3 @@ class DeviceWatch:
     def _look(self, uuid: str) -> Look:
         found = self._devices.backend_of(uuid).processes(uuid)
         return Look(time.monotonic(), None if found is None else tuple(sorted(found)))
-
-
-def maps_gpu_library(pid: int) -> bool | None:
-    """Whether a GPU driver's library is mapped in a process; None where that cannot be read."""
-    try:
-        maps = Path(f"/proc/{pid}/maps").read_bytes()
-    except OSError:
-        return None
-    return b"/libcuda.so" in maps or b"/libamdhip64.so" in maps or b"/libhsa-runtime64.so" in maps

@@ -24,9 +24,6 @@ from krex_jupyter.launch import clean_environment, python_command
 from krex_jupyter.protocol import FromGuardian, Message, Ready
 from krex_jupyter.wire import Assembler, WireError, guarded_side, receive_packet
 
-HEARTBEAT_S = 0.1
-LATE_S = 0.5
-
 
 class GuardianLink:
     """A guardian process and the socket to it."""

@@ -7,20 +7,16 @@ forked child that keeps the descriptor open keeps nothing alive. Nothing here de
 from __future__ import annotations
 
 import os
-import select
 import socket
-import struct
 from collections import deque
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from krex_jupyter.identity import pid_of, reference
-from krex_jupyter.locate import short_address
+from krex_jupyter.identity import has_ended, peer_pidfd, pid_of, reference
+from krex_jupyter.locate import peer_credentials, short_address
 from krex_jupyter.protocol import Hello, Message, ProcessRef, ToCoordinator
 from krex_jupyter.wire import MAX_ANSWER_BYTES, Codec, WireError, close_all, coordinator_side, receive_packet
 
-_SO_PEERPIDFD = 77
-"""Linux 6.5; Python 3.11 has no constant for it."""
 _MAX_OUTGOING = 10_000
 """Packets queued for a peer that does not read, before it is cut off."""
 _MAX_OUTGOING_BYTES = MAX_ANSWER_BYTES
@@ -168,12 +164,11 @@ def new_codec() -> Codec[ToCoordinator]:
 
 
 def _credentials(accepted: socket.socket) -> Credentials:
-    pid, uid, _ = struct.unpack("3i", accepted.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
+    pid, uid = peer_credentials(accepted)
     if pid <= 0:
         raise PeerRefused("the peer's process is not visible from this pid namespace")
-    try:
-        pidfd = struct.unpack("i", accepted.getsockopt(socket.SOL_SOCKET, _SO_PEERPIDFD, 4))[0]
-    except OSError:
+    pidfd = peer_pidfd(accepted)
+    if pidfd is None:
         # Before Linux 6.5. The connection is fresh, and the identity is compared below.
         pidfd = os.pidfd_open(pid)
     os.set_inheritable(pidfd, False)
@@ -182,10 +177,3 @@ def _credentials(accepted: socket.socket) -> Credentials:
         os.close(pidfd)
         raise PeerRefused(f"the peer (pid {pid}) is gone")
     return Credentials(process, uid, pidfd)
-
-
-def has_ended(pidfd: int, within_s: float = 0.0) -> bool:
-    """Whether the process behind a pidfd has ended, or does so within a moment."""
-    poller = select.poll()
-    poller.register(pidfd, select.POLLIN)
-    return bool(poller.poll(within_s * 1e3))

@@ -25,6 +25,8 @@ from typing import Literal
 
 from krex_jupyter.identity import open_same, read_stat
 from krex_jupyter.protocol import (
+    HEARTBEAT_S,
+    LATE_S,
     Audit,
     Audited,
     Enter,
@@ -59,10 +61,6 @@ from .journal import Journal
 from .plan import ProcessView, Request, Root, Step, plan
 from .processes import ProcessHandle
 from .scanner import Scanner
-
-HEARTBEAT_S = 0.1
-LATE_S = 0.5
-"""A peer that was not heard for so long while somebody is gated is taken for dead or stopped."""
 
 _JOURNAL_WAIT_S = 10.0
 _REPLAY_UNLOCK_S = 3.0

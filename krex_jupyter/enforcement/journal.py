@@ -47,10 +47,6 @@ class Outstanding(msgspec.Struct, frozen=True, kw_only=True):
         return not self.frozen and not self.locked
 
 
-class JournalBusy(TimeoutError):
-    """Another guardian still holds the journal."""
-
-
 class Journal:
     """The open journal of a living guardian. Only the guardian makes one."""
 

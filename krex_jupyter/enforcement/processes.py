@@ -12,9 +12,8 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Iterator
-from pathlib import Path
 
-from krex_jupyter.identity import STAT_BYTES, Stat, parse_stat, read_stat, reference
+from krex_jupyter.identity import STAT_BYTES, Stat, maps_any, parse_stat, read_stat, reference
 
 from .plan import ProcessView
 
@@ -31,14 +30,6 @@ def parse_status(content: bytes) -> tuple[tuple[int, ...], int] | None:
         elif line.startswith(b"Uid:"):
             found = tuple(int(field) for field in line[4:].split()[:3])
     return (found, tracer) if found else None
-
-
-def maps_library(pid: int, name: bytes) -> bool | None:
-    """Whether a file whose path contains ``name`` is mapped in a process; None where that cannot be read."""
-    try:
-        return name in Path(f"/proc/{pid}/maps").read_bytes()
-    except OSError:
-        return None
 
 
 def all_pids() -> Iterator[int]:
@@ -236,6 +227,6 @@ class ProcessHandle:
         if not self._libcuda:
             spent_ns = sum(self.cpu_ns().values())
             if spent_ns != self._libcuda_checked_ns:
-                self._libcuda = maps_library(self.pid, b"/libcuda.so") is not False
+                self._libcuda = maps_any(self.pid, b"/libcuda.so") is not False
                 self._libcuda_checked_ns = spent_ns
         return self._libcuda

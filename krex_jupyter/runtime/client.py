@@ -33,6 +33,7 @@ from krex_jupyter.errors import (
     UnsupportedPlatform,
     WaitTimeout,
 )
+from krex_jupyter.identity import has_ended
 from krex_jupyter.launch import start_coordinator
 from krex_jupyter.locate import Location, connect, location
 from krex_jupyter.protocol import Failed, FromCoordinator, Goodbye, Hello, Message, Ping, Pong, Welcome
@@ -102,7 +103,7 @@ class Connection:
                 answer = connection.receive(min(_HELLO_S, max(give_up_s - time.monotonic(), 0.1)))
             except TimeoutError:
                 connection.close()
-                end_stopped_coordinator(connected_pid(connected, where))
+                end_stopped_coordinator(written_pid(where))
                 continue
             except ConnectionLost:
                 connection.close()
@@ -221,7 +222,7 @@ def error_of(failed: Failed) -> KrexError:
     return kind((first if "=" in failed.detail.split(" ", 1)[0] else first.upper()) + rest)
 
 
-def connected_pid(connected: socket.socket, where: Location) -> int:
+def written_pid(where: Location) -> int:
     """Pid of the coordinator that listens at ``where``, written down by itself; 0 where unknown."""
     with contextlib.suppress(OSError, ValueError, IndexError):
         content = (where.directory / "coordinator.lock").read_text(encoding="ascii")
@@ -246,7 +247,7 @@ def end_stopped_coordinator(pid: int) -> None:
             try:
                 if _is_ours(victim):
                     signal.pidfd_send_signal(pidfd, signal.SIGKILL)
-                    _wait_gone(pidfd, 2.0)
+                    has_ended(pidfd, within_s=2.0)
             finally:
                 os.close(pidfd)
 
@@ -498,9 +499,3 @@ def _is_ours(pid: int) -> bool:
             b"krex_jupyter.coordinator" in command or b"krex_jupyter.enforcement.guardian" in command
         )
     return False
-
-
-def _wait_gone(pidfd: int, bound_s: float) -> None:
-    poller = select.poll()
-    poller.register(pidfd, select.POLLIN)
-    poller.poll(bound_s * 1e3)

@@ -35,7 +35,7 @@ import msgspec
 
 from krex_jupyter import wire
 from krex_jupyter.errors import CoordinatorUnavailable, KrexError
-from krex_jupyter.locate import Location, location, short_address
+from krex_jupyter.locate import Location, location, peer_credentials, short_address
 from krex_jupyter.protocol import (
     Event,
     Failed,
@@ -52,7 +52,7 @@ from krex_jupyter.protocol import (
     Welcome,
 )
 
-from .processes import Process, peer_process, peer_uid
+from .processes import Process, peer_process
 
 ANSWER_LIMIT_S = 1.0
 """A `Hello` or `Ping` unanswered for so long means that the coordinator is stopped or hung."""
@@ -252,7 +252,7 @@ class Link:
         lost: asyncio.Future[None] = self.loop.create_future()
         place = await self.loop.run_in_executor(self._starter, self._locate)
         connection = await self._connect_or_start(place)
-        uid = peer_uid(connection)
+        _, uid = peer_credentials(connection)
         if uid not in {0, os.getuid()}:
             connection.close()
             raise CoordinatorUnavailable(

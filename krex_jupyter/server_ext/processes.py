@@ -8,18 +8,13 @@ process whose pidfd is not held.
 from __future__ import annotations
 
 import os
-import select
 import signal
 import socket
-import struct
 from dataclasses import dataclass
 from pathlib import Path
 
-from krex_jupyter.identity import pid_of, read_stat
-
-_SO_PEERPIDFD = 77
-"""`include/uapi/asm-generic/socket.h`; Python has no constant for it. Linux 6.5."""
-_PEER_CREDENTIALS = struct.Struct("3i")
+from krex_jupyter.identity import has_ended, peer_pidfd, pid_of, read_stat
+from krex_jupyter.locate import peer_credentials
 
 
 @dataclass(frozen=True)
@@ -48,9 +43,7 @@ class Process:
     @property
     def has_exited(self) -> bool:
         """Whether it ended (a zombie has ended)."""
-        poller = select.poll()
-        poller.register(self.fd, select.POLLIN)
-        return bool(poller.poll(0))
+        return has_ended(self.fd)
 
     @property
     def state(self) -> str:
@@ -102,23 +95,14 @@ class Process:
         return True
 
 
-def peer_uid(connection: socket.socket) -> int:
-    """The uid of the process that listens at the other end."""
-    raw = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER_CREDENTIALS.size)
-    uid: int = _PEER_CREDENTIALS.unpack(raw)[1]
-    return uid
-
-
 def peer_process(connection: socket.socket) -> Process | None:
     """The process that listens at the other end, by pidfd; None where it ended or the kernel cannot tell.
 
     Below Linux 6.5 the pid of the credentials is opened instead, and could have been reused since.
     """
-    raw = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER_CREDENTIALS.size)
-    pid: int = _PEER_CREDENTIALS.unpack(raw)[0]
-    try:
-        fd = connection.getsockopt(socket.SOL_SOCKET, _SO_PEERPIDFD)
-    except OSError:
+    fd = peer_pidfd(connection)
+    if fd is None:
+        pid, _ = peer_credentials(connection)
         return Process.open(pid) if pid > 0 else None
     process = Process(pid_of(fd), fd)
     if process.pid <= 0:
